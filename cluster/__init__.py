@@ -1,0 +1,1 @@
+"""Everything that touches the outside: Ray, HTTP, gRPC, files, the command line."""

@@ -1,0 +1,1 @@
+"""What crosses between the floors: immutable, typed, versioned; knows nobody."""

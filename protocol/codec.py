@@ -1,0 +1,347 @@
+"""Frames as bytes: one version byte, then a msgpack array; number columns as raw little-endian.
+
+The layout of a frame is [kind, fields...]. A plan or result opens with a table of its keys and
+then names a request by its index in it, so an id is written once a frame. Nothing here is ever
+unpickled, and whatever is wrong with the bytes is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from protocol.errors import ProtocolError
+from protocol.identity import RequestKey
+from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
+from protocol.plan import (
+    Admission,
+    CodaBatch,
+    ExecutionPlan,
+    Grant,
+    PrefillBatch,
+    PreludeBatch,
+    RecurrentBatch,
+)
+from protocol.profile import ModelProfile, WorkerProfile
+from protocol.result import (
+    CodaResult,
+    FailedRow,
+    PlanResult,
+    PrefillResult,
+    PreludeResult,
+    RecurrentResult,
+)
+from protocol.rng import RngKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from protocol.lifecycle import Frame
+    from protocol.plan import BlockTable
+
+WIRE_VERSION = 1
+FRAME_LIMIT = 64 * 2**20
+"""Largest frame in bytes; both ends of a stream set it."""
+
+_PLAN, _RESULT, _OPEN, _OPENED, _SYNC, _SYNCED, _BEAT, _FAULT = range(8)
+
+# Batches and results by wire number: the class and the format of each column after the keys
+# (i: int32, f: float32). Field order in the class is the order on the wire.
+_BATCHES: tuple[tuple[type, str], ...] = (
+    (PrefillBatch, "ii"),
+    (PreludeBatch, "ii"),
+    (RecurrentBatch, "ii"),
+    (CodaBatch, "iii"),
+)
+_RESULTS: tuple[tuple[type, str], ...] = (
+    (PrefillResult, "i"),
+    (PreludeResult, "i"),
+    (RecurrentResult, "iif"),
+    (CodaResult, "ii"),
+)
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of a frame. Raises ProtocolError when they would exceed FRAME_LIMIT."""
+    try:
+        body: bytes = msgpack.packb(_fields(frame), use_bin_type=True)
+    except (ValueError, OverflowError, struct.error) as error:
+        raise ProtocolError(f"cannot encode {type(frame).__name__}: {error}") from error
+    if len(body) + 1 > FRAME_LIMIT:
+        raise ProtocolError(
+            f"a {type(frame).__name__} of {len(body) + 1} bytes exceeds the frame limit of "
+            f"{FRAME_LIMIT}; split it"
+        )
+    return bytes((WIRE_VERSION,)) + body
+
+
+def decode(data: bytes) -> Frame:
+    """The frame in `data`. Raises ProtocolError, and nothing else, for any other bytes."""
+    if len(data) > FRAME_LIMIT:
+        raise ProtocolError(f"a frame of {len(data)} bytes exceeds the limit of {FRAME_LIMIT}")
+    if not data or data[0] != WIRE_VERSION:
+        found = data[0] if data else "no bytes"
+        raise ProtocolError(
+            f"wire version {found}, this end speaks {WIRE_VERSION}: "
+            "run the same Loopmesh version on scheduler and workers"
+        )
+    try:
+        kind, *fields = msgpack.unpackb(memoryview(data)[1:], raw=False, use_list=False)
+        return _DECODERS[kind](*fields)
+    except ProtocolError:
+        raise
+    except Exception as error:  # any failure to read foreign bytes is one and the same error
+        raise ProtocolError(f"malformed frame: {type(error).__name__}: {error}") from error
+
+
+def _fields(frame: Frame) -> tuple[object, ...]:
+    match frame:
+        case ExecutionPlan():
+            return _plan_fields(frame)
+        case PlanResult():
+            return _result_fields(frame)
+        case Open(epoch):
+            return (_OPEN, epoch)
+        case Opened(epoch, profile):
+            return (_OPENED, epoch, _profile_fields(profile))
+        case Synchronize(epoch, seq):
+            return (_SYNC, epoch, seq)
+        case Synchronized(epoch, seq):
+            return (_SYNCED, epoch, seq)
+        case Beat(epoch, seq, steps_done, phase):
+            return (_BEAT, epoch, seq, steps_done, phase.value)
+        case Fault(epoch, message):
+            return (_FAULT, epoch, message)
+
+
+class _KeyTable:
+    """The keys of one frame, each once. Owner: one call of encode."""
+
+    def __init__(self) -> None:
+        self._index: dict[RequestKey, int] = {}
+
+    def index(self, key: RequestKey) -> int:
+        return self._index.setdefault(key, len(self._index))
+
+    def column(self, keys: Sequence[RequestKey]) -> bytes:
+        return _pack("i", [self.index(key) for key in keys])
+
+    def fields(self) -> list[tuple[str, int]]:
+        return [(key.request_id, key.generation) for key in self._index]
+
+
+def _pack(code: str, values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def _unpack(code: str, data: bytes) -> tuple[Any, ...]:
+    if not isinstance(data, bytes) or len(data) % 4:
+        raise ProtocolError("a column is not a whole number of 4-byte entries")
+    return struct.unpack(f"<{len(data) // 4}{code}", data)
+
+
+def _keys(table: Sequence[RequestKey], column: bytes) -> tuple[RequestKey, ...]:
+    indices = _unpack("i", column)
+    if indices and min(indices) < 0:
+        raise ProtocolError("a key index is negative")
+    return tuple(table[index] for index in indices)
+
+
+def _key_table(fields: Sequence[tuple[str, int]]) -> list[RequestKey]:
+    return [RequestKey(_text(request_id), _int(gen)) for request_id, gen in fields]
+
+
+def _int(value: object) -> int:
+    if type(value) is not int:
+        raise ProtocolError(f"expected an integer, found {type(value).__name__}")
+    return value
+
+
+def _float(value: object) -> float:
+    if type(value) is not float:
+        raise ProtocolError(f"expected a float, found {type(value).__name__}")
+    return value
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise ProtocolError(f"expected text, found {type(value).__name__}")
+    return value
+
+
+def _pack_steps(
+    kinds: tuple[tuple[type, str], ...], steps: Sequence[Any], keys: _KeyTable
+) -> list[tuple[object, ...]]:
+    numbers = {cls: number for number, (cls, _) in enumerate(kinds)}
+    packed = []
+    for step in steps:
+        number = numbers[type(step)]
+        cls, codes = kinds[number]
+        names = cls.__slots__[1:]  # type: ignore[attr-defined]
+        columns = (_pack(code, getattr(step, name)) for code, name in zip(codes, names, strict=True))
+        packed.append((number, keys.column(step.keys), *columns))
+    return packed
+
+
+def _unpack_steps(
+    kinds: tuple[tuple[type, str], ...],
+    steps: Sequence[tuple[Any, ...]],
+    table: Sequence[RequestKey],
+) -> tuple[Any, ...]:
+    unpacked = []
+    for number, keys, *columns in steps:
+        cls, codes = kinds[_index(number, kinds)]
+        values = (_unpack(code, column) for code, column in zip(codes, columns, strict=True))
+        unpacked.append(cls(_keys(table, keys), *values))
+    return tuple(unpacked)
+
+
+def _index(number: object, items: Sequence[object]) -> int:
+    if not 0 <= _int(number) < len(items):
+        raise ProtocolError(f"unknown step kind {number}")
+    return _int(number)
+
+
+def _pack_table(table: BlockTable) -> list[bytes]:
+    return [_pack("i", plane) for plane in table]
+
+
+def _unpack_table(planes: Sequence[bytes]) -> BlockTable:
+    return tuple(_unpack("i", plane) for plane in planes)
+
+
+def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
+    keys = _KeyTable()
+    releases = keys.column(plan.releases)
+    admits = [
+        (
+            keys.index(item.key),
+            _pack("i", item.prompt),
+            _pack_table(item.tables),
+            item.rng.seed,
+            item.rng.stream,
+            float(item.temperature),
+            float(item.top_p),
+            item.top_k,
+        )
+        for item in plan.admits
+    ]
+    grants = [(keys.index(item.key), _pack_table(item.tables)) for item in plan.grants]
+    steps = _pack_steps(_BATCHES, plan.steps, keys)
+    return (_PLAN, plan.epoch, plan.seq, keys.fields(), releases, admits, grants, steps)
+
+
+def _decode_plan(
+    epoch: int, seq: int, keys: Any, releases: bytes, admits: Any, grants: Any, steps: Any
+) -> ExecutionPlan:
+    table = _key_table(keys)
+    return ExecutionPlan(
+        epoch=_int(epoch),
+        seq=_int(seq),
+        releases=_keys(table, releases),
+        admits=tuple(_decode_admission(table, *fields) for fields in admits),
+        grants=tuple(Grant(table[_index(key, table)], _unpack_table(t)) for key, t in grants),
+        steps=_unpack_steps(_BATCHES, steps, table),
+    )
+
+
+def _decode_admission(
+    table: Sequence[RequestKey],
+    key: int,
+    prompt: bytes,
+    blocks: Sequence[bytes],
+    seed: int,
+    stream: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> Admission:
+    return Admission(
+        key=table[_index(key, table)],
+        prompt=_unpack("i", prompt),
+        tables=_unpack_table(blocks),
+        rng=RngKey(_int(seed), _int(stream)),
+        temperature=_float(temperature),
+        top_p=_float(top_p),
+        top_k=_int(top_k),
+    )
+
+
+def _result_fields(result: PlanResult) -> tuple[object, ...]:
+    keys = _KeyTable()
+    steps = _pack_steps(_RESULTS, result.steps, keys)
+    failed = [(keys.index(row.key), row.message) for row in result.failed]
+    times = _pack("i", [min(us, 2**31 - 1) for us in result.device_us])
+    return (_RESULT, result.epoch, result.seq, keys.fields(), steps, failed, times)
+
+
+def _decode_result(
+    epoch: int, seq: int, keys: Any, steps: Any, failed: Any, device_us: bytes
+) -> PlanResult:
+    table = _key_table(keys)
+    return PlanResult(
+        epoch=_int(epoch),
+        seq=_int(seq),
+        steps=_unpack_steps(_RESULTS, steps, table),
+        failed=tuple(FailedRow(table[_index(key, table)], _text(text)) for key, text in failed),
+        device_us=_unpack("i", device_us),
+    )
+
+
+def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
+    model = profile.model
+    return (
+        (
+            model.name,
+            model.fingerprint,
+            model.vocab_size,
+            model.max_positions,
+            model.max_loops,
+            model.eos_ids,
+            float(model.exit_threshold),
+        ),
+        profile.device,
+        profile.dtype,
+        profile.num_slots,
+        profile.num_blocks,
+        profile.block_size,
+        profile.planes,
+        profile.max_step_tokens,
+    )
+
+
+def _decode_profile(model: Any, device: str, dtype: str, *sizes: int) -> WorkerProfile:
+    name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
+    num_slots, num_blocks, block_size, planes, max_step_tokens = (_int(size) for size in sizes)
+    return WorkerProfile(
+        ModelProfile(
+            _text(name),
+            _text(fingerprint),
+            _int(vocab_size),
+            _int(max_positions),
+            _int(max_loops),
+            tuple(_int(token) for token in eos_ids),
+            _float(exit_threshold),
+        ),
+        _text(device),
+        _text(dtype),
+        num_slots,
+        num_blocks,
+        block_size,
+        planes,
+        max_step_tokens,
+    )
+
+
+_DECODERS: dict[int, Callable[..., Frame]] = {
+    _PLAN: _decode_plan,
+    _RESULT: _decode_result,
+    _OPEN: lambda epoch: Open(_int(epoch)),
+    _OPENED: lambda epoch, profile: Opened(_int(epoch), _decode_profile(*profile)),
+    _SYNC: lambda epoch, seq: Synchronize(_int(epoch), _int(seq)),
+    _SYNCED: lambda epoch, seq: Synchronized(_int(epoch), _int(seq)),
+    _BEAT: lambda epoch, seq, steps, phase: Beat(_int(epoch), _int(seq), _int(steps), Phase(phase)),
+    _FAULT: lambda epoch, message: Fault(_int(epoch), _text(message)),
+}

@@ -1,0 +1,153 @@
+"""Every setting of Loopmesh, in one place: frozen, checked, unknown keys refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import ConfigError
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+
+DEFAULT_MODEL = "ouro-tiny"
+"""The model shipped inside the package."""
+
+
+class Settings(BaseModel):
+    """Base of every settings class."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(Settings):
+    """Which model, and in which precision.
+
+    `model` is "ouro-tiny" (shipped), a directory, or a Hugging Face hub id.
+    """
+
+    model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class CacheSettings(Settings):
+    """KV storage of one worker. At most one of `num_blocks` and `kv_bytes` is set.
+
+    With neither, a CPU worker takes 256 MiB and a CUDA worker 80 % of the memory that is free
+    once the model is loaded.
+    """
+
+    block_size: Count = 16
+    num_blocks: Count | None = None
+    kv_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_blocks is not None and self.kv_bytes is not None:
+            raise ValueError("set num_blocks or kv_bytes, not both")
+        return self
+
+
+class WorkerSettings(Settings):
+    """One worker: its device, its slots and its largest step.
+
+    `device` "auto" is cuda where there is one, else cpu. `num_threads` bounds the CPU threads of
+    one worker; None leaves torch's choice.
+    """
+
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    num_slots: Count = 32
+    max_step_tokens: Count = 512
+    num_threads: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_step_tokens < self.num_slots:
+            raise ValueError(
+                f"max_step_tokens {self.max_step_tokens} is below num_slots {self.num_slots}: "
+                "every slot may have a row in one decode step"
+            )
+        return self
+
+
+class SchedulerSettings(Settings):
+    """How requests are batched.
+
+    `prefill_chunk_size` bounds one request's prompt tokens in a plan, `max_prefill_tokens` those
+    of all requests, so that decoding rows never wait for a whole prompt. `max_waiting` bounds the
+    queue; beyond it a request is turned away.
+    """
+
+    prefill_chunk_size: Count = 128
+    max_prefill_tokens: Count = 256
+    max_waiting: Count = 1024
+
+
+class ClusterSettings(Settings):
+    """Workers on Ray, and how long anything may take.
+
+    `num_cpus` and `num_gpus` are what one worker asks of Ray. The worker listens on a free port
+    of `plan_port_range` (first, last).
+    """
+
+    num_workers: Count = 1
+    num_cpus: Annotated[float, Field(ge=0.0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0.0)] = 0.0
+    plan_port_range: tuple[Port, Port] = (20000, 29999)
+    place_timeout: Seconds = 30.0
+    start_timeout: Seconds = 180.0
+    plan_timeout: Seconds = 120.0
+    silence_timeout: Seconds = 15.0
+    beat_interval: Seconds = 0.25
+    shutdown_timeout: Seconds = 10.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        first, last = self.plan_port_range
+        if first > last:
+            raise ValueError(f"plan_port_range ({first}, {last}) is empty")
+        if self.silence_timeout < 4 * self.beat_interval:
+            raise ValueError("silence_timeout is at least four beat_intervals")
+        return self
+
+
+class ApiSettings(Settings):
+    """Limits of the HTTP endpoint.
+
+    `consumer_lease` is how long a request outlives the last sign of its ingress.
+    """
+
+    served_model_name: str | None = None
+    max_requests: Count = 256
+    max_body_bytes: Count = 2**20
+    request_timeout: Seconds = 300.0
+    consumer_lease: Seconds = 10.0
+
+
+class Configuration(Settings):
+    """All settings of one engine and its endpoint."""
+
+    worker: WorkerSettings = WorkerSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    api: ApiSettings = ApiSettings()
+
+
+def parse_configuration(values: object) -> Configuration:
+    """The Configuration in `values` (a mapping, as from JSON).
+
+    Raises ConfigError that names each wrong key and what it should be.
+    """
+    try:
+        return Configuration.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise ConfigError("configuration: " + "; ".join(lines)) from error

@@ -1,0 +1,171 @@
+"""ExecutionPlan: what one worker is to run, as an immutable snapshot.
+
+Rows are columns: every field of a batch is a tuple with one entry a row, in the same order.
+Positions are token indices in the request, depths are 0-based, exit depths are 1-based.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from protocol.identity import RequestKey
+    from protocol.rng import RngKey
+
+BlockTable: TypeAlias = tuple[tuple[int, ...], ...]
+"""Block numbers, [planes][blocks]: entry [d][i] holds tokens i*block_size.. of depth d."""
+
+
+def require_equal_lengths(what: str, *columns: Sequence[object]) -> None:
+    """Raise ValueError unless every column has one entry a row."""
+    if len({len(column) for column in columns}) > 1:
+        lengths = [len(column) for column in columns]
+        raise ValueError(f"{what}: columns differ in length: {lengths}")
+
+
+def require_non_negative(what: str, *columns: Sequence[int]) -> None:
+    """Raise ValueError if any column holds a negative number."""
+    for column in columns:
+        if column and min(column) < 0:
+            raise ValueError(f"{what}: negative entry {min(column)}")
+
+
+def require_distinct(what: str, keys: Sequence[RequestKey]) -> None:
+    """Raise ValueError if a request has two rows in one batch."""
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"{what}: a request appears twice")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request, sent whole once: later plans carry only what changes.
+
+    `prompt` all prompt token ids; `tables` the blocks granted so far, the same number in every
+    plane; `top_k` -1 keeps every token.
+    """
+
+    key: RequestKey
+    prompt: tuple[int, ...]
+    tables: BlockTable
+    rng: RngKey
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"admission of {self.key}: the prompt is empty")
+        require_non_negative(f"admission of {self.key}", self.prompt, *self.tables)
+        require_equal_lengths(f"tables of {self.key}", *self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """More blocks for an admitted request, appended to each plane of its table."""
+
+    key: RequestKey
+    tables: BlockTable
+
+    def __post_init__(self) -> None:
+        require_non_negative(f"grant to {self.key}", *self.tables)
+        require_equal_lengths(f"grant to {self.key}", *self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Prompt chunks [start, start + count) through every depth; ids come from the admission."""
+
+    keys: tuple[RequestKey, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("prefill", self.keys, self.starts, self.counts)
+        require_non_negative("prefill", self.starts)
+        require_distinct("prefill", self.keys)
+        if self.counts and min(self.counts) < 1:
+            raise ValueError("prefill: a chunk has at least one token")
+
+
+SLOT_TOKEN = -1
+"""In PreludeBatch.tokens: embed the token that CODA left in the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreludeBatch:
+    """Embed one token a row at `positions`; SLOT_TOKEN takes the one already on the device."""
+
+    keys: tuple[RequestKey, ...]
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("prelude", self.keys, self.positions, self.tokens)
+        require_non_negative("prelude", self.positions)
+        require_distinct("prelude", self.keys)
+        if self.tokens and min(self.tokens) < SLOT_TOKEN:
+            raise ValueError(f"prelude: token {min(self.tokens)} is no token id")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentBatch:
+    """One loop a row, each at its own 0-based depth; rows of every depth share the batch."""
+
+    keys: tuple[RequestKey, ...]
+    positions: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("recurrent", self.keys, self.positions, self.depths)
+        require_non_negative("recurrent", self.positions, self.depths)
+        require_distinct("recurrent", self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class CodaBatch:
+    """Finalize the KV of `positions` at `exit_depths` (1-based), then sample output i of each."""
+
+    keys: tuple[RequestKey, ...]
+    positions: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    output_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths(
+            "coda", self.keys, self.positions, self.exit_depths, self.output_indices
+        )
+        require_non_negative("coda", self.positions, self.output_indices)
+        require_distinct("coda", self.keys)
+        if self.exit_depths and min(self.exit_depths) < 1:
+            raise ValueError("coda: an exit depth is at least 1")
+
+
+Step: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """One frame of a worker's ordered stream.
+
+    `seq` counts the frames of an epoch from 1. A worker applies releases, then admits, then
+    grants, then runs the steps in order. A plan without steps is legal and is answered.
+    """
+
+    epoch: int
+    seq: int
+    releases: tuple[RequestKey, ...] = ()
+    admits: tuple[Admission, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1 or self.seq < 1:
+            raise ValueError(f"epoch {self.epoch} and seq {self.seq} count from 1")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows over all steps: what a result of this plan has at most."""
+        return sum(len(step.keys) for step in self.steps)

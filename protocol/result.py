@@ -1,0 +1,102 @@
+"""PlanResult: what came of a plan, typed per stage, each row with its key.
+
+A result has one entry a step of the plan, in the plan's order, so a reader never guesses which
+stage a value belongs to. Rows of requests that failed are missing from it and listed in `failed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from protocol.plan import require_equal_lengths, require_non_negative
+
+if TYPE_CHECKING:
+    from protocol.identity import RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """Prompt tokens [0, end) of each row now have KV at every depth."""
+
+    keys: tuple[RequestKey, ...]
+    ends: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("prefill result", self.keys, self.ends)
+        require_non_negative("prefill result", self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class PreludeResult:
+    """Each row's token at `positions` is embedded."""
+
+    keys: tuple[RequestKey, ...]
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("prelude result", self.keys, self.positions)
+        require_non_negative("prelude result", self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentResult:
+    """Survival (float32 values in [0, 1]) of each row after its loop at 0-based `depths`."""
+
+    keys: tuple[RequestKey, ...]
+    positions: tuple[int, ...]
+    depths: tuple[int, ...]
+    survivals: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths(
+            "recurrent result", self.keys, self.positions, self.depths, self.survivals
+        )
+        require_non_negative("recurrent result", self.positions, self.depths)
+        if not all(0.0 <= survival <= 1.0 for survival in self.survivals):
+            raise ValueError("recurrent result: a survival is outside [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class CodaResult:
+    """The sampled token of each row's output index."""
+
+    keys: tuple[RequestKey, ...]
+    output_indices: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("coda result", self.keys, self.output_indices, self.tokens)
+        require_non_negative("coda result", self.output_indices, self.tokens)
+
+
+StepResult: TypeAlias = PrefillResult | PreludeResult | RecurrentResult | CodaResult
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A request that a step could not run; the worker skips it until it is released."""
+
+    key: RequestKey
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The answer to the plan with the same (epoch, seq).
+
+    Applying it also acknowledges the plan's releases. `device_us` is the time of each step on the
+    device, in microseconds, in the plan's order.
+    """
+
+    epoch: int
+    seq: int
+    steps: tuple[StepResult, ...] = ()
+    failed: tuple[FailedRow, ...] = ()
+    device_us: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1 or self.seq < 1:
+            raise ValueError(f"epoch {self.epoch} and seq {self.seq} count from 1")
+        require_equal_lengths("plan result", self.steps, self.device_us)
+        require_non_negative("plan result", self.device_us)

@@ -1,0 +1,41 @@
+"""What a user may ask of one generation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from protocol.rng import MAX_SEED
+
+TokenId = Annotated[int, Field(strict=True, ge=0)]
+
+
+class SamplingParams(BaseModel):
+    """Sampling and looping parameters of one request; immutable and checked on construction.
+
+    temperature 0 is greedy. `top_k` -1 keeps every token. `seed` None draws one from the system.
+    `max_loops` None means all loops of the model, `exit_threshold` None the model's own threshold;
+    1.0 never leaves early. A stop token stays in the output's ids.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] = 16
+    temperature: Annotated[float, Field(strict=True, ge=0.0)] = 0.0
+    top_p: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1)] = -1
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
+    min_loops: Annotated[int, Field(strict=True, ge=1)] = 1
+    max_loops: Annotated[int, Field(strict=True, ge=1)] | None = None
+    exit_threshold: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] | None = None
+    ignore_eos: Annotated[bool, Field(strict=True)] = False
+    stop_token_ids: tuple[TokenId, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k == 0:
+            raise ValueError("top_k is -1 (keep every token) or at least 1")
+        if self.max_loops is not None and self.max_loops < self.min_loops:
+            raise ValueError(f"max_loops {self.max_loops} is below min_loops {self.min_loops}")
+        return self

@@ -1,0 +1,1 @@
+"""One device: model, slots, KV bytes, and the executor of this process."""
