@@ -12,8 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from protocol.columns import (
+    KeyTable,
+    Packed,
+    pack_column,
+    pack_table,
+    read_float,
+    read_index,
+    read_int,
+    read_key_table,
+    read_keys,
+    read_text,
+    unpack_column,
+    unpack_table,
+)
 from protocol.errors import ProtocolError
-from protocol.identity import RequestKey
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import (
     Admission,
@@ -38,8 +51,8 @@ from protocol.rng import RngKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from protocol.identity import RequestKey
     from protocol.lifecycle import Frame
-    from protocol.plan import BlockTable
 
 WIRE_VERSION = 1
 FRAME_LIMIT = 64 * 2**20
@@ -116,63 +129,8 @@ def _fields(frame: Frame) -> tuple[object, ...]:
             return (_FAULT, epoch, message)
 
 
-class _KeyTable:
-    """The keys of one frame, each once. Owner: one call of encode."""
-
-    def __init__(self) -> None:
-        self._index: dict[RequestKey, int] = {}
-
-    def index(self, key: RequestKey) -> int:
-        return self._index.setdefault(key, len(self._index))
-
-    def column(self, keys: Sequence[RequestKey]) -> bytes:
-        return _pack("i", [self.index(key) for key in keys])
-
-    def fields(self) -> list[tuple[str, int]]:
-        return [(key.request_id, key.generation) for key in self._index]
-
-
-def _pack(code: str, values: Sequence[float]) -> bytes:
-    return struct.pack(f"<{len(values)}{code}", *values)
-
-
-def _unpack(code: str, data: bytes) -> tuple[Any, ...]:
-    if not isinstance(data, bytes) or len(data) % 4:
-        raise ProtocolError("a column is not a whole number of 4-byte entries")
-    return struct.unpack(f"<{len(data) // 4}{code}", data)
-
-
-def _keys(table: Sequence[RequestKey], column: bytes) -> tuple[RequestKey, ...]:
-    indices = _unpack("i", column)
-    if indices and min(indices) < 0:
-        raise ProtocolError("a key index is negative")
-    return tuple(table[index] for index in indices)
-
-
-def _key_table(fields: Sequence[tuple[str, int]]) -> list[RequestKey]:
-    return [RequestKey(_text(request_id), _int(gen)) for request_id, gen in fields]
-
-
-def _int(value: object) -> int:
-    if type(value) is not int:
-        raise ProtocolError(f"expected an integer, found {type(value).__name__}")
-    return value
-
-
-def _float(value: object) -> float:
-    if type(value) is not float:
-        raise ProtocolError(f"expected a float, found {type(value).__name__}")
-    return value
-
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise ProtocolError(f"expected text, found {type(value).__name__}")
-    return value
-
-
 def _pack_steps(
-    kinds: tuple[tuple[type, str], ...], steps: Sequence[Any], keys: _KeyTable
+    kinds: tuple[tuple[type, str], ...], steps: Sequence[Any], keys: KeyTable
 ) -> list[tuple[object, ...]]:
     numbers = {cls: number for number, (cls, _) in enumerate(kinds)}
     packed = []
@@ -180,7 +138,9 @@ def _pack_steps(
         number = numbers[type(step)]
         cls, codes = kinds[number]
         names = cls.__slots__[1:]  # type: ignore[attr-defined]
-        columns = (_pack(code, getattr(step, name)) for code, name in zip(codes, names, strict=True))
+        columns = (
+            pack_column(code, getattr(step, name)) for code, name in zip(codes, names, strict=True)
+        )
         packed.append((number, keys.column(step.keys), *columns))
     return packed
 
@@ -192,34 +152,20 @@ def _unpack_steps(
 ) -> tuple[Any, ...]:
     unpacked = []
     for number, keys, *columns in steps:
-        cls, codes = kinds[_index(number, kinds)]
-        values = (_unpack(code, column) for code, column in zip(codes, columns, strict=True))
-        unpacked.append(cls(_keys(table, keys), *values))
+        cls, codes = kinds[read_index(number, kinds)]
+        values = (unpack_column(code, column) for code, column in zip(codes, columns, strict=True))
+        unpacked.append(cls(read_keys(table, keys), *values))
     return tuple(unpacked)
 
 
-def _index(number: object, items: Sequence[object]) -> int:
-    if not 0 <= _int(number) < len(items):
-        raise ProtocolError(f"unknown step kind {number}")
-    return _int(number)
-
-
-def _pack_table(table: BlockTable) -> list[bytes]:
-    return [_pack("i", plane) for plane in table]
-
-
-def _unpack_table(planes: Sequence[bytes]) -> BlockTable:
-    return tuple(_unpack("i", plane) for plane in planes)
-
-
 def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
-    keys = _KeyTable()
+    keys = KeyTable()
     releases = keys.column(plan.releases)
     admits = [
         (
             keys.index(item.key),
-            _pack("i", item.prompt),
-            _pack_table(item.tables),
+            pack_column("i", item.prompt),
+            pack_table(item.tables),
             item.rng.seed,
             item.rng.stream,
             float(item.temperature),
@@ -228,21 +174,27 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
         )
         for item in plan.admits
     ]
-    grants = [(keys.index(item.key), _pack_table(item.tables)) for item in plan.grants]
+    grants = [(keys.index(item.key), pack_table(item.tables)) for item in plan.grants]
     steps = _pack_steps(_BATCHES, plan.steps, keys)
     return (_PLAN, plan.epoch, plan.seq, keys.fields(), releases, admits, grants, steps)
 
 
 def _decode_plan(
-    epoch: int, seq: int, keys: Any, releases: bytes, admits: Any, grants: Any, steps: Any
+    epoch: int,
+    seq: int,
+    keys: Packed,
+    releases: bytes,
+    admits: Packed,
+    grants: Packed,
+    steps: Packed,
 ) -> ExecutionPlan:
-    table = _key_table(keys)
+    table = read_key_table(keys)
     return ExecutionPlan(
-        epoch=_int(epoch),
-        seq=_int(seq),
-        releases=_keys(table, releases),
+        epoch=read_int(epoch),
+        seq=read_int(seq),
+        releases=read_keys(table, releases),
         admits=tuple(_decode_admission(table, *fields) for fields in admits),
-        grants=tuple(Grant(table[_index(key, table)], _unpack_table(t)) for key, t in grants),
+        grants=tuple(Grant(table[read_index(key, table)], unpack_table(t)) for key, t in grants),
         steps=_unpack_steps(_BATCHES, steps, table),
     )
 
@@ -259,34 +211,36 @@ def _decode_admission(
     top_k: int,
 ) -> Admission:
     return Admission(
-        key=table[_index(key, table)],
-        prompt=_unpack("i", prompt),
-        tables=_unpack_table(blocks),
-        rng=RngKey(_int(seed), _int(stream)),
-        temperature=_float(temperature),
-        top_p=_float(top_p),
-        top_k=_int(top_k),
+        key=table[read_index(key, table)],
+        prompt=unpack_column("i", prompt),
+        tables=unpack_table(blocks),
+        rng=RngKey(read_int(seed), read_int(stream)),
+        temperature=read_float(temperature),
+        top_p=read_float(top_p),
+        top_k=read_int(top_k),
     )
 
 
 def _result_fields(result: PlanResult) -> tuple[object, ...]:
-    keys = _KeyTable()
+    keys = KeyTable()
     steps = _pack_steps(_RESULTS, result.steps, keys)
     failed = [(keys.index(row.key), row.message) for row in result.failed]
-    times = _pack("i", [min(us, 2**31 - 1) for us in result.device_us])
+    times = pack_column("i", [min(us, 2**31 - 1) for us in result.device_us])
     return (_RESULT, result.epoch, result.seq, keys.fields(), steps, failed, times)
 
 
 def _decode_result(
-    epoch: int, seq: int, keys: Any, steps: Any, failed: Any, device_us: bytes
+    epoch: int, seq: int, keys: Packed, steps: Packed, failed: Packed, device_us: bytes
 ) -> PlanResult:
-    table = _key_table(keys)
+    table = read_key_table(keys)
     return PlanResult(
-        epoch=_int(epoch),
-        seq=_int(seq),
+        epoch=read_int(epoch),
+        seq=read_int(seq),
         steps=_unpack_steps(_RESULTS, steps, table),
-        failed=tuple(FailedRow(table[_index(key, table)], _text(text)) for key, text in failed),
-        device_us=_unpack("i", device_us),
+        failed=tuple(
+            FailedRow(table[read_index(key, table)], read_text(text)) for key, text in failed
+        ),
+        device_us=unpack_column("i", device_us),
     )
 
 
@@ -312,21 +266,21 @@ def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
     )
 
 
-def _decode_profile(model: Any, device: str, dtype: str, *sizes: int) -> WorkerProfile:
+def _decode_profile(model: Packed, device: str, dtype: str, *sizes: int) -> WorkerProfile:
     name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
-    num_slots, num_blocks, block_size, planes, max_step_tokens = (_int(size) for size in sizes)
+    num_slots, num_blocks, block_size, planes, max_step_tokens = (read_int(size) for size in sizes)
     return WorkerProfile(
         ModelProfile(
-            _text(name),
-            _text(fingerprint),
-            _int(vocab_size),
-            _int(max_positions),
-            _int(max_loops),
-            tuple(_int(token) for token in eos_ids),
-            _float(exit_threshold),
+            read_text(name),
+            read_text(fingerprint),
+            read_int(vocab_size),
+            read_int(max_positions),
+            read_int(max_loops),
+            tuple(read_int(token) for token in eos_ids),
+            read_float(exit_threshold),
         ),
-        _text(device),
-        _text(dtype),
+        read_text(device),
+        read_text(dtype),
         num_slots,
         num_blocks,
         block_size,
@@ -335,13 +289,19 @@ def _decode_profile(model: Any, device: str, dtype: str, *sizes: int) -> WorkerP
     )
 
 
+def _decode_beat(epoch: int, seq: int, steps_done: int, phase: str) -> Beat:
+    return Beat(read_int(epoch), read_int(seq), read_int(steps_done), Phase(phase))
+
+
 _DECODERS: dict[int, Callable[..., Frame]] = {
     _PLAN: _decode_plan,
     _RESULT: _decode_result,
-    _OPEN: lambda epoch: Open(_int(epoch)),
-    _OPENED: lambda epoch, profile: Opened(_int(epoch), _decode_profile(*profile)),
-    _SYNC: lambda epoch, seq: Synchronize(_int(epoch), _int(seq)),
-    _SYNCED: lambda epoch, seq: Synchronized(_int(epoch), _int(seq)),
-    _BEAT: lambda epoch, seq, steps, phase: Beat(_int(epoch), _int(seq), _int(steps), Phase(phase)),
-    _FAULT: lambda epoch, message: Fault(_int(epoch), _text(message)),
+    _OPEN: lambda epoch: Open(read_int(epoch)),
+    _OPENED: lambda epoch, profile: Opened(read_int(epoch), _decode_profile(*profile)),
+    _SYNC: lambda epoch, seq: Synchronize(read_int(epoch), read_int(seq)),
+    _SYNCED: lambda epoch, seq: Synchronized(read_int(epoch), read_int(seq)),
+    _BEAT: lambda epoch, seq, steps, phase: Beat(
+        read_int(epoch), read_int(seq), read_int(steps), Phase(phase)
+    ),
+    _FAULT: lambda epoch, message: Fault(read_int(epoch), read_text(message)),
 }

@@ -30,7 +30,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """To the worker: answer once every earlier frame has been run."""
+    """To the worker: answer once every frame up to plan `seq` has been run."""
 
     epoch: int
     seq: int

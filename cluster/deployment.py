@@ -1,0 +1,186 @@
+"""The Ray Serve deployments: a stateless ingress and the engine behind it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, cast
+
+from ray import serve
+
+from cluster.engine_client import EngineClient
+from cluster.http_api import build_app
+from cluster.scheduler_actor import SchedulerActor
+from cluster.tokenizer import load_tokenizer
+from protocol.config import Configuration
+from protocol.errors import LoopmeshError
+from protocol.sampling import SamplingParams
+from worker.models.registry import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Collection
+
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+    from starlette.applications import Starlette
+
+    from cluster.scheduler_actor import Refusal
+    from cluster.tokenizer import Tokenizer
+    from protocol.config import ApiSettings
+    from protocol.profile import ModelProfile
+    from scheduler.output import RequestOutput
+    from scheduler.stats import EngineStats
+
+CANARY_PROMPT = [0]
+HEALTH_INTERVAL = 1.0
+"""Seconds for which an answer about the engine's health is taken as still true."""
+
+
+class Engine(SchedulerActor):
+    """SchedulerActor as a Serve deployment: opened before it is ready, closed when it goes."""
+
+    async def __init__(self, configuration: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        super().__init__(Configuration.model_validate_json(configuration))
+        await self.open()
+
+    async def __del__(self) -> None:
+        await self.close()
+
+
+class ServeEngine:
+    """The engine behind its Serve handle; the methods are SchedulerActor's."""
+
+    def __init__(self, handle: DeploymentHandle[Engine]) -> None:
+        self._handle = handle
+
+    async def model(self) -> ModelProfile:
+        profile: ModelProfile = await self._handle.model.remote()
+        return profile
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._handle.stats.remote()
+        return stats
+
+    async def submit(
+        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+    ) -> Refusal | None:
+        refusal: Refusal | None = await self._handle.submit.remote(
+            consumer, request_id, prompt, params, seed
+        )
+        return refusal
+
+    async def abort(self, request_id: str) -> None:
+        await self._handle.abort.remote(request_id)
+
+    async def renew(self, consumer: str, serving: Collection[str]) -> None:
+        await self._handle.renew.remote(consumer, serving)
+
+    def outputs(self, consumer: str) -> AsyncIterator[list[RequestOutput]]:
+        stream = self._handle.options(stream=True).outputs.remote(consumer)
+        return cast("AsyncIterator[list[RequestOutput]]", stream)
+
+
+class Ingress:
+    """HTTP, tokenization and text; holds no request that an engine does not.
+
+    Owner: Ray Serve. Mutated only by: its methods, on the replica's event loop.
+    """
+
+    def __init__(self, engine: DeploymentHandle[Engine], configuration: str) -> None:
+        self._configuration = Configuration.model_validate_json(configuration)
+        self._client = EngineClient(ServeEngine(engine), self._configuration.api.consumer_lease)
+        self._tokenizer = load_tokenizer(resolve_model(self._configuration.worker.model))
+        self._model: ModelProfile | None = None
+        self._answered = False
+        self._checked = (0.0, "not checked yet")
+        self._client.start()
+
+    async def __serve_build_asgi_app__(self) -> Starlette:
+        """The ASGI application, which Serve asks for once the replica is made."""
+        self._model = await self._client.model()
+        return build_app(self)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients put into `model`."""
+        return self._configuration.api.served_model_name or self._configuration.worker.model.model
+
+    @property
+    def limits(self) -> ApiSettings:
+        """Limits of the endpoint."""
+        return self._configuration.api
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def max_loops(self) -> int:
+        """Loops of a full pass of the model."""
+        return self._model.max_loops if self._model is not None else 0
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one request; see http_api.CompletionService."""
+        return self._client.generate(prompt, params)
+
+    async def health(self) -> str | None:
+        """None once a real token has come back and while the engine has workers."""
+        checked, reason = self._checked
+        if time.monotonic() - checked > HEALTH_INTERVAL:
+            reason = await self._check()
+            self._checked = (time.monotonic(), reason)
+        return reason or None
+
+    async def _check(self) -> str:
+        """Why a request would not run, or nothing."""
+        try:
+            if not self._answered:
+                await self._ask()
+                self._answered = True
+            if not (await self._client.stats()).lanes:
+                self._answered = False
+                return "no worker is left"
+        except (LoopmeshError, TimeoutError) as error:
+            self._answered = False
+            return str(error) or "the engine does not answer"
+        return ""
+
+    async def _ask(self) -> None:
+        """One token, end to end."""
+        params = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
+        async with aclosing(self._client.generate(CANARY_PROMPT, params)) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise LoopmeshError(output.error)
+
+    async def __del__(self) -> None:
+        await self._client.close()
+
+
+def build_application(configuration: Configuration) -> Application:
+    """The Serve application: one ingress replica in front of one engine.
+
+    Serve's own limits sit above ours, so that a client over quota gets our answer.
+    """
+    settings = configuration.model_dump_json()
+    requests = configuration.api.max_requests
+    engine = serve.deployment(
+        name="engine",
+        num_replicas=1,
+        max_ongoing_requests=8 * requests + 64,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2.0,
+        health_check_timeout_s=15.0,
+        graceful_shutdown_timeout_s=configuration.cluster.shutdown_timeout,
+    )(Engine)
+    ingress = serve.deployment(
+        name="ingress",
+        num_replicas=1,
+        max_ongoing_requests=2 * requests + 64,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5.0,
+    )(serve.ingress()(Ingress))
+    return ingress.bind(engine.bind(settings), settings)

@@ -1,0 +1,162 @@
+"""EngineClient: an ingress's side of one engine: one output stream, many requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import uuid
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.generation import resolve_seed
+from protocol.errors import OverloadedError, WorkerLostError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
+
+    from cluster.scheduler_actor import Refusal
+    from protocol.profile import ModelProfile
+    from protocol.sampling import SamplingParams
+    from scheduler.output import RequestOutput
+    from scheduler.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT = 10.0
+RECONNECT_DELAY = 0.5
+
+
+class EngineHandle(Protocol):
+    """A SchedulerActor, here or behind a Ray Serve handle; see there."""
+
+    async def model(self) -> ModelProfile: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def submit(
+        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+    ) -> Refusal | None: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def renew(self, consumer: str, serving: Collection[str]) -> None: ...
+
+    def outputs(self, consumer: str) -> AsyncIterator[list[RequestOutput]]: ...
+
+
+class EngineClient:
+    """Owner: one ingress. Mutated only by: its methods and pumps, on the ingress's event loop."""
+
+    def __init__(self, engine: EngineHandle, lease: float) -> None:
+        self._engine = engine
+        self._lease = lease
+        self._name = f"ingress-{uuid.uuid4().hex[:12]}"
+        self._queues: dict[str, asyncio.Queue[RequestOutput | WorkerLostError]] = {}
+        self._attached = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the pumps: outputs in, lease renewals out."""
+        self._spawn(self._pump())
+        self._spawn(self._renew())
+
+    async def close(self) -> None:
+        """Stop the pumps; requests still open end with WorkerLostError."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail_all("the ingress shuts down")
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """The requests that are open."""
+        return tuple(self._queues)
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request; closing the generator early aborts it.
+
+        Raises RequestError, CapacityError or OverloadedError before the first output when the
+        engine does not take it, WorkerLostError when the engine itself is gone.
+        """
+        try:
+            await asyncio.wait_for(self._attached.wait(), CALL_TIMEOUT)
+        except TimeoutError as error:
+            raise OverloadedError("the engine is not ready; try again") from error
+        request_id = f"{self._name}-{uuid.uuid4().hex}"
+        outputs = self._queues[request_id] = asyncio.Queue()
+        ended = False
+        try:
+            refusal = await asyncio.wait_for(
+                self._engine.submit(
+                    self._name, request_id, prompt, params, resolve_seed(params.seed)
+                ),
+                CALL_TIMEOUT,
+            )
+            if refusal is not None:
+                ended = True
+                raise refusal.error()
+            while not ended:
+                output = await outputs.get()
+                if isinstance(output, WorkerLostError):
+                    ended = True
+                    raise output
+                ended = output.finish_reason is not None
+                yield output
+        finally:
+            del self._queues[request_id]
+            if not ended:
+                # The caller may be cancelled: the abort must outlive it. The lease stands behind
+                # it, should the call get lost.
+                self._spawn(self._abort(request_id))
+
+    async def model(self) -> ModelProfile:
+        """The model that the engine serves."""
+        return await asyncio.wait_for(self._engine.model(), CALL_TIMEOUT)
+
+    async def stats(self) -> EngineStats:
+        """What the engine holds and has done."""
+        return await asyncio.wait_for(self._engine.stats(), CALL_TIMEOUT)
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await asyncio.wait_for(self._engine.abort(request_id), CALL_TIMEOUT)
+        except Exception:  # whatever it was, the lease ends the request
+            logger.warning("abort of %s got lost; its lease will end it", request_id, exc_info=True)
+
+    async def _pump(self) -> None:
+        while True:
+            reason = "its output stream ended"
+            try:
+                async for frame in self._engine.outputs(self._name):
+                    self._attached.set()
+                    for output in frame:
+                        queue = self._queues.get(output.key.request_id)
+                        if queue is not None:
+                            queue.put_nowait(output)
+            except Exception as error:  # the engine's process may end in any way
+                reason = f"{type(error).__name__}: {error}"
+            self._attached.clear()
+            self._fail_all(f"the engine is gone ({reason.splitlines()[0]}); send it again")
+            await asyncio.sleep(RECONNECT_DELAY)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease / 4)
+            try:
+                renewal = self._engine.renew(self._name, self.serving)
+                await asyncio.wait_for(renewal, CALL_TIMEOUT)
+            except Exception:
+                logger.warning("lease renewal failed", exc_info=True)
+
+    def _fail_all(self, reason: str) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(WorkerLostError(reason))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        # Ray Serve cancels what inherits a request's context; these outlive the request.
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,196 @@
+"""SchedulerActor: the engine, its workers and the consumers of its outputs, on one event loop.
+
+A plain class: a Ray Serve replica, a bare Ray actor and tests host the same one. Consumers are
+ingress replicas; each holds one output stream, renews its lease, and names the requests that it
+still serves. What nobody serves any more is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.drivers import AsyncDriver
+from cluster.output_stream import OutputStream
+from cluster.ray_workers import RayWorkers
+from protocol import errors
+from protocol.errors import LoopmeshError, OverloadedError, WorkerLostError
+from scheduler.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Collection
+
+    from protocol.config import Configuration
+    from protocol.profile import ModelProfile
+    from protocol.sampling import SamplingParams
+    from scheduler.output import RequestOutput
+    from scheduler.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not taken; crosses process borders as plain text, without a traceback."""
+
+    kind: str
+    message: str
+
+    def error(self) -> LoopmeshError:
+        """The exception it stands for."""
+        cls = getattr(errors, self.kind, LoopmeshError)
+        error = cls(self.message)
+        return error if isinstance(error, LoopmeshError) else LoopmeshError(self.message)
+
+
+@dataclass(slots=True)
+class _Consumer:
+    """One ingress. Owner: SchedulerActor, which alone mutates it."""
+
+    stream: OutputStream
+    seen: float
+    requests: dict[str, float] = field(default_factory=dict)
+
+
+class SchedulerActor:
+    """Owner: its host. Mutated only by: its methods, all on one event loop."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self._engine = Engine(configuration.scheduler)
+        self._consumers: dict[str, _Consumer] = {}
+        self._consumer_of: dict[str, str] = {}
+        self._workers: RayWorkers | None = None
+        self._driver: AsyncDriver | None = None
+        self._reaper: asyncio.Task[None] | None = None
+        self._model: ModelProfile
+        self._last_result = self._moved = 0.0
+
+    async def open(self) -> None:
+        """Start the workers and the driver. Raises what RayWorkers.open raises."""
+        settings = self._configuration.cluster
+        # Starting workers blocks for seconds, and Ray forbids blocking its actors' event loop.
+        self._workers = await asyncio.to_thread(
+            RayWorkers.open, self._configuration, settings.num_workers
+        )
+        self._model = next(iter(self._workers.executors.values())).profile().model
+        self._driver = AsyncDriver(
+            self._engine, self._workers.executors, settings.plan_timeout, self._deliver
+        )
+        self._driver.start()
+        # A task inherits the context of the request that starts it and is cancelled with it;
+        # this one belongs to the actor.
+        self._reaper = asyncio.get_running_loop().create_task(
+            self._reap(), context=contextvars.Context()
+        )
+
+    async def close(self) -> None:
+        """End every request, then the workers; idempotent, safe half-opened."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+            self._reaper = None
+        if self._driver is not None:
+            await self._driver.close(self._configuration.cluster.shutdown_timeout)
+            self._driver = None
+        if self._workers is not None:
+            await asyncio.to_thread(self._workers.close)
+            self._workers = None
+
+    async def check_health(self) -> None:
+        """Raise WorkerLostError when the driver stands still or no worker is left."""
+        if self._driver is None:
+            raise WorkerLostError("the engine is not open")
+        progress = self._driver.progress
+        if progress.error is not None:
+            raise WorkerLostError(progress.error)
+        if not progress.outstanding or progress.last_result != self._last_result:
+            self._last_result, self._moved = progress.last_result, self._now()
+        # A plan that takes longer than plan_timeout costs its lane, which is progress too.
+        elif self._now() - self._moved > 2 * self._configuration.cluster.plan_timeout:
+            raise WorkerLostError(f"no result since {self._now() - self._moved:.0f} s")
+        if not self._engine.lanes:
+            raise WorkerLostError("no worker is left; the engine is started anew")
+
+    async def model(self) -> ModelProfile:
+        """The model that the workers serve."""
+        return self._model
+
+    async def stats(self) -> EngineStats:
+        """What the engine holds and has done."""
+        return self._engine.stats()
+
+    async def worker_pids(self) -> dict[str, int]:
+        """The process id of each lane's worker."""
+        return dict(self._workers.pids) if self._workers is not None else {}
+
+    async def submit(
+        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+    ) -> Refusal | None:
+        """Take a request whose outputs go to `consumer`; a Refusal says why it was not taken."""
+        try:
+            holder = self._consumers.get(consumer)
+            if holder is None or self._driver is None:
+                raise OverloadedError("this ingress has no output stream yet; try again")
+            self._driver.add(request_id, prompt, params, seed)
+        except LoopmeshError as error:
+            return Refusal(type(error).__name__, str(error))
+        holder.requests[request_id] = self._now()
+        self._consumer_of[request_id] = consumer
+        return None
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that nobody waits for; an unknown one is ignored."""
+        if self._driver is not None:
+            self._driver.abort(request_id)
+
+    async def renew(self, consumer: str, serving: Collection[str]) -> None:
+        """Prolong a consumer's lease; its requests that are not in `serving` are aborted.
+
+        A request younger than half a lease is left alone: its submit may have overtaken this call.
+        """
+        holder = self._consumers.get(consumer)
+        if holder is None:
+            return
+        now = holder.seen = self._now()
+        young = self._configuration.api.consumer_lease / 2
+        for request_id, since in list(holder.requests.items()):
+            if request_id not in serving and now - since > young:
+                logger.info("aborting %s: its ingress serves it no more", request_id)
+                await self.abort(request_id)
+
+    async def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]:
+        """The consumer's output stream; the first, empty frame says that it stands."""
+        stream = OutputStream()
+        self._consumers[consumer] = _Consumer(stream, self._now())
+        yield []
+        while True:
+            yield await stream.take()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            request_id = output.key.request_id
+            holder = self._consumers.get(self._consumer_of.get(request_id, ""))
+            if holder is not None:
+                holder.stream.put(output)
+            if output.finish_reason is not None:
+                self._consumer_of.pop(request_id, None)
+                if holder is not None:
+                    holder.requests.pop(request_id, None)
+
+    async def _reap(self) -> None:
+        """Abort the requests of consumers whose lease ran out: a lost cancel, a dead ingress."""
+        lease = self._configuration.api.consumer_lease
+        while True:
+            await asyncio.sleep(lease / 4)
+            for name, holder in list(self._consumers.items()):
+                if self._now() - holder.seen > lease:
+                    logger.info("ingress %s is gone: aborting its requests", name)
+                    for request_id in list(holder.requests):
+                        await self.abort(request_id)
+                    del self._consumers[name]
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,110 @@
+"""Running the endpoint: Ray, Ray Serve and the application, up together and down together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from cluster.deployment import build_application
+from cluster.terminal import progress
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from protocol.config import Configuration
+
+APPLICATION = "loopmesh"
+
+
+@contextmanager
+def ray_session(**options: object) -> Iterator[None]:
+    """Ray while the block runs: the one this process is connected to, else one opened here.
+
+    Without an `address`, Ray joins the cluster that RAY_ADDRESS names or that runs on this
+    machine, and else starts one of its own, which ends with the block.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(**(quiet | options))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def serving(configuration: Configuration, host: str, port: int) -> Iterator[str]:
+    """The endpoint while the block runs; yields its base URL once it answers.
+
+    Needs Ray. Raises ConfigError when the port is taken, RuntimeError with the replica's own
+    error when the engine cannot start. Another application of the same Ray Serve stays.
+    """
+    shared = _serve_runs()
+    if not shared:
+        require_free_port(host, port)
+        serve.start(
+            http_options=HTTPOptions(host=host, port=port),
+            logging_config={"log_level": "WARNING"},
+        )
+    try:
+        serve.run(build_application(configuration), name=APPLICATION, route_prefix="/")
+        yield f"http://{host}:{port}"
+    finally:
+        if shared:
+            serve.delete(APPLICATION)
+        else:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def run_server(configuration: Configuration, host: str, port: int) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    progress("starting Ray and the engine", sys.stderr)
+    with ray_session(), serving(configuration, host, port) as url:
+        model = configuration.api.served_model_name or configuration.worker.model.model
+        progress(f"ready: {url}/v1 serves {model} (pid {os.getpid()}); Ctrl-C stops it", sys.stderr)
+        stop.wait()
+        progress("stopping", sys.stderr)
+    return 0
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise ConfigError unless a server could listen on host and port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+            ) from error
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve_runs() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True

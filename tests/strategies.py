@@ -1,0 +1,139 @@
+"""Hypothesis strategies for everything that crosses between scheduler and worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from protocol.exit_rule import round_to_float32
+from protocol.identity import RequestKey
+from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
+from protocol.plan import (
+    Admission,
+    CodaBatch,
+    ExecutionPlan,
+    Grant,
+    PrefillBatch,
+    PreludeBatch,
+    RecurrentBatch,
+)
+from protocol.profile import ModelProfile, WorkerProfile
+from protocol.result import (
+    CodaResult,
+    FailedRow,
+    PlanResult,
+    PrefillResult,
+    PreludeResult,
+    RecurrentResult,
+)
+from protocol.rng import MAX_SEED, RngKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protocol.lifecycle import Frame
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+counts = st.integers(1, 2**31 - 1)
+numbers = st.integers(0, 2**31 - 1)
+tokens = st.integers(-1, 2**31 - 1)
+generations = st.integers(1, 2**63 - 1)
+sequence_numbers = st.integers(1, 2**63 - 1)
+survivals = st.floats(0.0, 1.0).map(round_to_float32)
+request_keys = st.builds(RequestKey, text.filter(bool), generations)
+
+
+def rows(batch: Callable[..., object], *columns: st.SearchStrategy[float]) -> st.SearchStrategy:
+    """Batches of `batch` with distinct keys and one entry a row from each column."""
+    row = st.tuples(request_keys, *columns)
+    drawn = st.lists(row, max_size=6, unique_by=lambda entry: entry[0])
+    empty: tuple[tuple[object, ...], ...] = ((),) * (len(columns) + 1)
+    return drawn.map(lambda entries: batch(*(zip(*entries, strict=True) if entries else empty)))
+
+
+@st.composite
+def block_tables(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Block tables of one to four planes of equal length."""
+    planes, width = draw(st.integers(1, 4)), draw(st.integers(0, 5))
+    plane = st.lists(numbers, min_size=width, max_size=width).map(tuple)
+    return tuple(draw(plane) for _ in range(planes))
+
+
+admissions = st.builds(
+    Admission,
+    key=request_keys,
+    prompt=st.lists(numbers, min_size=1, max_size=9).map(tuple),
+    tables=block_tables(),
+    rng=st.builds(RngKey, st.integers(0, MAX_SEED), st.integers(0, 2**32 - 1)),
+    temperature=st.floats(0.0, 10.0),
+    top_p=st.floats(0.0, 1.0),
+    top_k=st.integers(-1, 2**31),
+)
+grants = st.builds(Grant, request_keys, block_tables())
+steps = st.one_of(
+    rows(PrefillBatch, numbers, counts),
+    rows(PreludeBatch, numbers, tokens),
+    rows(RecurrentBatch, numbers, numbers),
+    rows(CodaBatch, numbers, counts, numbers),
+)
+plans = st.builds(
+    ExecutionPlan,
+    epoch=sequence_numbers,
+    seq=sequence_numbers,
+    releases=st.lists(request_keys, max_size=4).map(tuple),
+    admits=st.lists(admissions, max_size=3).map(tuple),
+    grants=st.lists(grants, max_size=3).map(tuple),
+    steps=st.lists(steps, max_size=4).map(tuple),
+)
+step_results = st.one_of(
+    rows(PrefillResult, numbers),
+    rows(PreludeResult, numbers),
+    rows(RecurrentResult, numbers, numbers, survivals),
+    rows(CodaResult, numbers, numbers),
+)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> PlanResult:
+    """Results with a device time for each step."""
+    done = draw(st.lists(step_results, max_size=4))
+    return PlanResult(
+        epoch=draw(sequence_numbers),
+        seq=draw(sequence_numbers),
+        steps=tuple(done),
+        failed=tuple(draw(st.lists(st.builds(FailedRow, request_keys, text), max_size=3))),
+        device_us=tuple(draw(numbers) for _ in done),
+    )
+
+
+profiles = st.builds(
+    WorkerProfile,
+    model=st.builds(
+        ModelProfile,
+        name=text,
+        fingerprint=text,
+        vocab_size=counts,
+        max_positions=counts,
+        max_loops=counts,
+        eos_ids=st.lists(numbers, max_size=3).map(tuple),
+        exit_threshold=st.floats(0.0, 1.0),
+    ),
+    device=text,
+    dtype=text,
+    num_slots=counts,
+    num_blocks=counts,
+    block_size=counts,
+    planes=counts,
+    max_step_tokens=counts,
+)
+frames: st.SearchStrategy[Frame] = st.one_of(
+    plans,
+    results(),
+    st.builds(Open, sequence_numbers),
+    st.builds(Opened, sequence_numbers, profiles),
+    st.builds(Synchronize, sequence_numbers, sequence_numbers),
+    st.builds(Synchronized, sequence_numbers, sequence_numbers),
+    st.builds(Beat, sequence_numbers, numbers, numbers, st.sampled_from(Phase)),
+    st.builds(Fault, sequence_numbers, text),
+)

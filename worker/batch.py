@@ -1,0 +1,108 @@
+"""The one batch builder: from a plan's rows to the tensors that a stage reads.
+
+Only plan columns travel to the device; block addresses are looked up there, in the slot table, so
+nothing is ever read back to build a batch.
+
+Example: block_size 16, position 37, depth 2 -> block tables[slot, 2, 2], offset 5, length 38.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.attention.backend import PackedChunks, PagedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from protocol.plan import PrefillBatch
+    from worker.slot_table import SlotTable
+
+
+def column(values: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 [n] tensor of host values on the device."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def decode_rows(
+    table: SlotTable, slots: Tensor, positions: Tensor, depths: Tensor, width: int
+) -> PagedRows:
+    """Addresses of one query a row, each in its own plane.
+
+    slots, positions, depths int64 [N]; `width` blocks hold the longest row's positions.
+    """
+    blocks = table.tables[slots, depths, positions // table.block_size]
+    return PagedRows(
+        positions=positions,
+        blocks=blocks,
+        offsets=positions % table.block_size,
+        tables=table.tables[slots, depths, :width],
+        lengths=positions + 1,
+    )
+
+
+def table_width(table: SlotTable, positions: Sequence[int]) -> int:
+    """Blocks a plane needs for the longest of these positions: position 37 of 16 -> 3."""
+    return max(positions) // table.block_size + 1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """A prefill batch on the device: T prompt tokens of C chunks, packed.
+
+    tokens, positions, offsets int64 [T]; row_slots int64 [T] is each token's slot and chunk_slots
+    int64 [C] each chunk's; lengths int64 [C]; `bounds` C + 1 host ints, the row range of each
+    chunk; `width` blocks of a table row.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    offsets: Tensor
+    row_slots: Tensor
+    chunk_slots: Tensor
+    lengths: Tensor
+    bounds: tuple[int, ...]
+    width: int
+
+    def at_depth(self, table: SlotTable, depth: int) -> PackedChunks:
+        """The addresses of these rows in the plane of one 0-based depth."""
+        return PackedChunks(
+            positions=self.positions,
+            blocks=table.tables[self.row_slots, depth, self.positions // table.block_size],
+            offsets=self.offsets,
+            tables=table.tables[self.chunk_slots, depth, : self.width],
+            lengths=self.lengths,
+            bounds=self.bounds,
+        )
+
+
+def prefill_rows(
+    table: SlotTable, batch: PrefillBatch, slots: Sequence[int], device: torch.device
+) -> PrefillRows:
+    """Pack the chunks of a prefill batch; everything but the planes is built once a chunk."""
+    positions: list[int] = []
+    row_slots: list[int] = []
+    bounds = [0]
+    for slot, start, count in zip(slots, batch.starts, batch.counts, strict=True):
+        positions.extend(range(start, start + count))
+        row_slots.extend([slot] * count)
+        bounds.append(bounds[-1] + count)
+    ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
+    row_slot_column = column(row_slots, device)
+    position_column = column(positions, device)
+    return PrefillRows(
+        tokens=table.prompt[row_slot_column, position_column],
+        positions=position_column,
+        offsets=position_column % table.block_size,
+        row_slots=row_slot_column,
+        chunk_slots=column(slots, device),
+        lengths=column(ends, device),
+        bounds=tuple(bounds),
+        width=table_width(table, positions),
+    )

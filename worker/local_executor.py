@@ -1,0 +1,222 @@
+"""LocalExecutor: the executor of this process, with one device thread and a bounded queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from protocol.errors import DeadlineError, ExecutorClosedError, ProtocolError, WorkerLostError
+from protocol.executor import MAX_PLANS_IN_FLIGHT
+from protocol.lifecycle import Phase
+from protocol.plan import CodaBatch, RecurrentBatch
+from protocol.submission import FutureSubmission, wait
+from worker.outcome import PlanOutcome
+from worker.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from protocol.config import WorkerSettings
+    from protocol.plan import ExecutionPlan
+    from protocol.profile import WorkerProfile
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT = 600.0
+SHUTDOWN_TIMEOUT = 30.0
+
+
+class LocalExecutor:
+    """Owner: whoever opened it. Mutated only by: its methods, and its device thread.
+
+    The device thread opens the worker, runs what is queued in order, and closes the worker, so
+    submit only enqueues and every touch of the device has one thread.
+    """
+
+    def __init__(self, settings: WorkerSettings, epoch: int) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._epoch = epoch
+        self._next_seq = 1
+        self._in_flight = 0
+        self._done_seq = 0
+        self._running = False
+        self._closed = False
+        self._lost: str | None = None
+        self._opened: Future[Worker] = Future()
+        self._worker: Worker
+        self._thread = threading.Thread(target=self._main, name="loopmesh-device", daemon=True)
+
+    @classmethod
+    def open(cls, settings: WorkerSettings, epoch: int = 1, timeout: float = OPEN_TIMEOUT) -> Self:
+        """Start the device thread and wait until its worker is ready.
+
+        Raises what `Worker.open` raises, DeadlineError after `timeout` seconds.
+        """
+        executor = cls(settings, epoch)
+        executor._start(timeout)
+        return executor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown(SHUTDOWN_TIMEOUT)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"lost: {self._lost}" if self._lost else "open"
+        return f"<LocalExecutor epoch {self._epoch}, {self._in_flight} in flight, {state}>"
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that every plan carries."""
+        return self._epoch
+
+    def profile(self) -> WorkerProfile:
+        """Device, model and room of the worker."""
+        return self._worker.profile
+
+    def progress(self) -> tuple[int, int, Phase]:
+        """Last finished seq, steps finished since the start, and what the device thread does."""
+        phase = Phase.RUNNING if self._running else Phase.IDLE
+        return self._done_seq, self._worker.runner.steps_done, phase
+
+    def lost(self) -> str | None:
+        """Why the device is unusable for good, or None."""
+        return self._lost
+
+    def submit(self, plan: ExecutionPlan) -> FutureSubmission[PlanOutcome]:
+        """Enqueue a plan; see protocol.executor.Executor.submit for what it raises."""
+        with self._lock:
+            self._require_open()
+            self._check(plan)
+            self._next_seq += 1
+            self._in_flight += 1
+            lease = self._worker.readback.lease()
+            future: Future[PlanOutcome] = Future()
+            runner = self._worker.runner
+            self._queue.put(_Task(lambda: runner.execute(plan, lease), future, plan.seq))
+
+        def give_back() -> None:
+            with self._lock:
+                self._worker.readback.give_back(lease)
+                self._in_flight -= 1
+
+        return FutureSubmission(plan.seq, future, PlanOutcome.read, give_back)
+
+    def synchronize(self, timeout: float) -> None:
+        """Return once every submitted plan has run."""
+        done: Future[None] = Future()
+        with self._lock:
+            self._require_open()
+            self._queue.put(_Task(lambda: None, done))
+        wait(done, timeout, "synchronize")
+
+    def begin_epoch(self, epoch: int, timeout: float) -> None:
+        """Drop every request and start counting plans anew; the model stays.
+
+        Every plan of the last epoch runs to its end before; whoever holds its ticket may still
+        collect it. Raises ProtocolError unless `epoch` is newer.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            self._require_open()
+            if epoch <= self._epoch:
+                raise ProtocolError(f"epoch {epoch} is not newer than {self._epoch}")
+            self._epoch, self._next_seq, self._done_seq = epoch, 1, 0
+            self._queue.put(_Task(self._worker.runner.reset, done))
+        wait(done, timeout, f"epoch {epoch}")
+
+    def shutdown(self, timeout: float) -> None:
+        """Reject new plans, discard queued ones, close the worker; idempotent.
+
+        Raises DeadlineError when the running plan does not end within `timeout` seconds.
+        """
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise DeadlineError(f"shutdown: the running plan did not end within {timeout:g} s")
+
+    def _start(self, timeout: float) -> None:
+        self._thread.start()
+        try:
+            self._worker = wait(self._opened, timeout, "opening the worker")
+        except BaseException:
+            self._closed = True
+            self._queue.put(None)
+            raise
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ExecutorClosedError("the executor is shut down; open a new one")
+        if self._lost is not None:
+            raise WorkerLostError(self._lost)
+
+    def _check(self, plan: ExecutionPlan) -> None:
+        if plan.epoch != self._epoch:
+            raise ProtocolError(f"plan of epoch {plan.epoch} on an executor of {self._epoch}")
+        if plan.seq != self._next_seq:
+            raise ProtocolError(f"plan {plan.seq} where {self._next_seq} comes next")
+        if self._in_flight >= MAX_PLANS_IN_FLIGHT:
+            raise ProtocolError(f"{self._in_flight} plans in flight; retire one first")
+        limit = self._worker.readback.rows
+        for kind in (RecurrentBatch, CodaBatch):
+            rows = sum(len(step.keys) for step in plan.steps if isinstance(step, kind))
+            if rows > limit:
+                raise ProtocolError(f"{rows} {kind.__name__} rows exceed {limit}; split the plan")
+
+    def _main(self) -> None:
+        try:
+            worker = Worker.open(self._settings)
+        except BaseException as error:  # handed to whoever waits in open
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(worker)
+        try:
+            while (task := self._queue.get()) is not None:
+                self._run(task)
+        finally:
+            worker.close()
+
+    def _run(self, task: _Task) -> None:
+        if self._closed:
+            task.future.set_exception(ExecutorClosedError("shut down before the plan ran"))
+            return
+        if self._lost is not None:
+            task.future.set_exception(WorkerLostError(self._lost))
+            return
+        self._running = True
+        try:
+            value = task.work()
+        except Exception as error:  # steps fail their own requests; this is the device itself
+            logger.exception("the device thread failed")
+            self._lost = f"the device failed: {type(error).__name__}: {error}"
+            task.future.set_exception(WorkerLostError(self._lost))
+        else:
+            self._done_seq = task.seq if task.seq is not None else self._done_seq
+            task.future.set_result(value)
+        finally:
+            self._running = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Work for the device thread; `seq` is set for a plan."""
+
+    work: Callable[[], Any]
+    future: Future[Any]
+    seq: int | None = None

@@ -1,0 +1,146 @@
+"""ModelRunner: runs one plan on the device and owns every request's device state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from protocol.errors import ProtocolError
+from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.result import FailedRow, PrefillResult, PreludeResult
+from worker.outcome import (
+    EMPTY_RESULTS,
+    PlanOutcome,
+    read_survivals,
+    read_tokens,
+    select_rows,
+)
+from worker.row_checks import advance_prefill, advance_prelude, advance_recurrent, check_coda
+from worker.stages import run_coda, run_prefill, run_prelude, run_recurrent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from protocol.identity import RequestKey
+    from protocol.plan import ExecutionPlan, Step
+    from worker.outcome import StepReader
+    from worker.readback import ReadbackLease
+    from worker.stages import Device
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Owner: Worker. Mutated only by: execute and reset, on the worker's device thread.
+
+    A request whose row is refused, or whose step raises, is failed: every later plan that names
+    it skips it and reports it again, until it is released.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._on = device
+        self._failed: dict[RequestKey, str] = {}
+        self.steps_done = 0
+
+    def __repr__(self) -> str:
+        return f"<ModelRunner {self._on.slots!r}, {len(self._failed)} failed>"
+
+    @torch.inference_mode()
+    def execute(self, plan: ExecutionPlan, lease: ReadbackLease) -> PlanOutcome:
+        """Apply releases, admits and grants, run the steps, return once the device is done."""
+        outcome = PlanOutcome(plan.epoch, plan.seq)
+        slots = self._on.slots
+        for key in plan.releases:
+            slots.release(key)
+            self._failed.pop(key, None)
+        for admission in plan.admits:
+            with self._failing([admission.key], outcome):
+                slots.admit(admission)
+        for grant in plan.grants:
+            with self._failing([grant.key], outcome):
+                slots.grant(grant.key, grant.tables)
+        for step in plan.steps:
+            start = time.perf_counter()
+            outcome.steps.append(self._run(step, lease, outcome))
+            if self._on.device.type == "cuda":
+                torch.cuda.synchronize(self._on.device)
+            outcome.device_us.append(round((time.perf_counter() - start) * 1e6))
+            self.steps_done += 1
+        return outcome
+
+    def reset(self) -> None:
+        """Drop every request: the end of an epoch."""
+        self._on.slots.clear()
+        self._failed.clear()
+
+    @contextmanager
+    def _failing(self, keys: Sequence[RequestKey], outcome: PlanOutcome) -> Iterator[None]:
+        """Whatever the block raises fails the requests that it was for, and no others."""
+        try:
+            yield
+        except ProtocolError as error:
+            message = str(error)
+        except Exception as error:
+            logger.exception("a step failed for %s", ", ".join(map(str, keys)))
+            message = f"the worker failed: {type(error).__name__}: {error}"
+        else:
+            return
+        self._failed.update(dict.fromkeys(keys, message))
+        outcome.failed.extend(FailedRow(key, message) for key in keys)
+
+    def _run(self, step: Step, lease: ReadbackLease, outcome: PlanOutcome) -> StepReader:
+        batch = self._runnable(step, outcome)
+        if batch.keys:
+            with self._failing(batch.keys, outcome):
+                return self._launch(batch, lease)
+        return lambda _: EMPTY_RESULTS[type(step)]
+
+    def _runnable(self, step: Step, outcome: PlanOutcome) -> Step:
+        """The step without the rows of failed requests and without those that may not run."""
+        rows = []
+        for row, key in enumerate(step.keys):
+            if key in self._failed:
+                if all(failure.key != key for failure in outcome.failed):
+                    outcome.failed.append(FailedRow(key, self._failed[key]))
+                continue
+            with self._failing([key], outcome):
+                self._advance(step, row)
+                rows.append(row)
+        return step if len(rows) == len(step.keys) else select_rows(step, rows)
+
+    def _advance(self, step: Step, row: int) -> None:
+        key = step.keys[row]
+        slot = self._on.slots.progress(key)
+        max_loops = self._on.model.profile.max_loops
+        match step:
+            case PrefillBatch():
+                advance_prefill(key, slot, step.starts[row], step.counts[row], max_loops)
+            case PreludeBatch():
+                advance_prelude(key, slot, step.positions[row])
+            case RecurrentBatch():
+                advance_recurrent(key, slot, step.positions[row], step.depths[row], max_loops)
+            case CodaBatch():
+                check_coda(key, slot, step.positions[row], step.exit_depths[row])
+
+    def _launch(self, batch: Step, lease: ReadbackLease) -> StepReader:
+        """Enqueue a checked batch; the reader returned makes its result once it has run."""
+        progress = [self._on.slots.progress(key) for key in batch.keys]
+        slots = [slot.index for slot in progress]
+        match batch:
+            case PrefillBatch():
+                ends = tuple(slot.prefilled for slot in progress)
+                run_prefill(self._on, batch, slots, [slot.position >= 0 for slot in progress])
+                return lambda _: PrefillResult(batch.keys, ends)
+            case PreludeBatch():
+                run_prelude(self._on, batch, slots)
+                return lambda _: PreludeResult(batch.keys, batch.positions)
+            case RecurrentBatch():
+                survivals = lease.put_survivals(run_recurrent(self._on, batch, slots))
+                return lambda failed: read_survivals(batch, survivals.tolist(), failed)
+            case CodaBatch():
+                tokens = lease.put_tokens(run_coda(self._on, batch, slots))
+                return lambda failed: read_tokens(batch, tokens.tolist(), failed)

@@ -1,0 +1,97 @@
+"""PlanOutcome: what a plan left in its readback lease, and how it becomes a typed result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, TypeAlias
+
+from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.result import (
+    CodaResult,
+    FailedRow,
+    PlanResult,
+    PrefillResult,
+    PreludeResult,
+    RecurrentResult,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from protocol.plan import Step
+
+StepReader: TypeAlias = Callable[[list[FailedRow]], StepResult]
+"""Makes one step's result from the host buffers; adds the rows that have no usable value."""
+
+EMPTY_RESULTS: dict[type[Step], StepResult] = {
+    PrefillBatch: PrefillResult((), ()),
+    PreludeBatch: PreludeResult((), ()),
+    RecurrentBatch: RecurrentResult((), (), (), ()),
+    CodaBatch: CodaResult((), (), ()),
+}
+
+NOT_A_NUMBER = "the model computed values that are not numbers; check the checkpoint and its dtype"
+
+
+@dataclass(slots=True)
+class PlanOutcome:
+    """A plan that has run, its values still in the readback lease.
+
+    Owner: the plan's ticket. Mutated only by: ModelRunner.execute. `steps` builds each step's
+    result from the host buffers and tells which of its rows the device could not compute.
+    """
+
+    epoch: int
+    seq: int
+    steps: list[StepReader] = field(default_factory=list)
+    device_us: list[int] = field(default_factory=list)
+    failed: list[FailedRow] = field(default_factory=list)
+
+    def read(self) -> PlanResult:
+        """The typed result, copied into independent host values."""
+        failed = list(self.failed)
+        steps = tuple(step(failed) for step in self.steps)
+        return PlanResult(self.epoch, self.seq, steps, tuple(failed), tuple(self.device_us))
+
+
+def select_rows(step: Step, rows: Sequence[int]) -> Step:
+    """The step with only these of its rows: every field of a step is a column."""
+    columns = (getattr(step, column.name) for column in fields(step))
+    return type(step)(*(tuple(column[row] for row in rows) for column in columns))
+
+
+def read_survivals(
+    batch: RecurrentBatch, survivals: Sequence[float], failed: list[FailedRow]
+) -> RecurrentResult:
+    """Survivals with their rows; a row whose survival is no number goes to `failed`."""
+    rows = [row for row, survival in enumerate(survivals) if not math.isnan(survival)]
+    _fail_others(batch, rows, failed)
+    return RecurrentResult(
+        tuple(batch.keys[row] for row in rows),
+        tuple(batch.positions[row] for row in rows),
+        tuple(batch.depths[row] for row in rows),
+        tuple(survivals[row] for row in rows),
+    )
+
+
+def read_tokens(batch: CodaBatch, tokens: Sequence[int], failed: list[FailedRow]) -> CodaResult:
+    """Tokens with their rows; a row without one (-1) goes to `failed`."""
+    rows = [row for row, token in enumerate(tokens) if token >= 0]
+    _fail_others(batch, rows, failed)
+    return CodaResult(
+        tuple(batch.keys[row] for row in rows),
+        tuple(batch.output_indices[row] for row in rows),
+        tuple(tokens[row] for row in rows),
+    )
+
+
+def _fail_others(batch: Step, good: Sequence[int], failed: list[FailedRow]) -> None:
+    good_rows = set(good)
+    failed.extend(
+        FailedRow(key, NOT_A_NUMBER)
+        for row, key in enumerate(batch.keys)
+        if row not in good_rows and all(failure.key != key for failure in failed)
+    )

@@ -1,0 +1,71 @@
+"""Readback leases: the host memory that a plan's values are copied into, and when it is free.
+
+A plan takes one lease when it runs and gives it back when its ticket is retired, so there are as
+many leases as plans may be in flight. Nothing is freed by garbage collection.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ReadbackLease:
+    """Host buffers of one plan. Owner: the plan's ticket. Mutated only by: the device thread.
+
+    survivals float32 [rows] and tokens int64 [rows], pinned where the device is not the host.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        pinned = device.type != "cpu"
+        self._survivals = torch.zeros(rows, dtype=torch.float32, pin_memory=pinned)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        self._used_survivals = 0
+        self._used_tokens = 0
+
+    def clear(self) -> None:
+        """Forget the previous plan."""
+        self._used_survivals = self._used_tokens = 0
+
+    def put_survivals(self, values: Tensor) -> Tensor:
+        """Enqueue a copy of float32 [n] values; the view returned holds them once it is done."""
+        start, self._used_survivals = self._used_survivals, self._used_survivals + len(values)
+        view = self._survivals[start : self._used_survivals]
+        return view.copy_(values, non_blocking=True)
+
+    def put_tokens(self, values: Tensor) -> Tensor:
+        """Enqueue a copy of int64 [n] values; the view returned holds them once it is done."""
+        start, self._used_tokens = self._used_tokens, self._used_tokens + len(values)
+        view = self._tokens[start : self._used_tokens]
+        return view.copy_(values, non_blocking=True)
+
+
+class ReadbackPool:
+    """All leases of a worker. Owner: Worker. Mutated only by: LocalExecutor, under its lock."""
+
+    def __init__(self, size: int, rows: int, device: torch.device) -> None:
+        self._free = [ReadbackLease(rows, device) for _ in range(size)]
+        self.size = size
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"<ReadbackPool {len(self._free)} of {self.size} free>"
+
+    @property
+    def num_free(self) -> int:
+        """Leases that nobody holds."""
+        return len(self._free)
+
+    def lease(self) -> ReadbackLease:
+        """Take a lease. The caller bounds plans in flight by `size`, so there always is one."""
+        lease = self._free.pop()
+        lease.clear()
+        return lease
+
+    def give_back(self, lease: ReadbackLease) -> None:
+        """Return a lease whose copies are complete and whose values were read or discarded."""
+        self._free.append(lease)

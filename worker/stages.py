@@ -1,0 +1,139 @@
+"""The four stages on one device: gather by slot, compute, scatter by slot.
+
+Each function runs one batch of a plan whose rows were already checked, enqueues its work and
+returns device tensors for readback, or nothing. None reads a value back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from protocol.plan import SLOT_TOKEN
+from protocol.rng import Purpose
+from worker.attention.backend import paged_attention
+from worker.batch import column, decode_rows, prefill_rows, table_width
+from worker.sampling.philox import uniform
+from worker.sampling.sampler import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+    from worker.attention.backend import AttentionBackend
+    from worker.kv_storage import KVStorage
+    from worker.models.base import LoopedModel
+    from worker.slot_table import SlotTable
+
+
+NO_TOKEN = -1
+"""Returned by CODA for a row whose logits are not numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What every stage works on; the objects are the worker's and live as long as it does."""
+
+    model: LoopedModel
+    slots: SlotTable
+    storage: KVStorage
+    attention: AttentionBackend
+    device: torch.device
+
+
+def run_prefill(
+    on: Device, batch: PrefillBatch, slots: Sequence[int], last: Sequence[bool]
+) -> None:
+    """Run prompt chunks through every depth, a whole chunk at each depth before the next.
+
+    `last` marks the chunks that end their prompt: the hidden state of their final token stays in
+    the slot for the first CODA.
+    """
+    rows = prefill_rows(on.slots, batch, slots, on.device)
+    hidden = on.model.embed(rows.tokens)
+    for depth in range(on.model.profile.max_loops):
+        attend = paged_attention(on.attention, on.storage, rows.at_depth(on.slots, depth))
+        hidden = on.model.loop(hidden, rows.positions, attend)
+    ended = [index for index, ends_prompt in enumerate(last) if ends_prompt]
+    if ended:
+        finals = column([rows.bounds[index + 1] - 1 for index in ended], on.device)
+        on.slots.hidden[column([slots[index] for index in ended], on.device)] = hidden[finals]
+
+
+def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
+    """Embed each row's token, the host's or the slot's, and start its survival again at 1."""
+    slot = column(slots, on.device)
+    tokens = on.slots.token[slot]
+    if any(token != SLOT_TOKEN for token in batch.tokens):
+        given = column(batch.tokens, on.device)
+        tokens = given.where(given != SLOT_TOKEN, tokens)
+    on.slots.hidden[slot] = on.model.embed(tokens)
+    on.slots.survival[slot] = 1.0
+
+
+def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Tensor:
+    """One loop a row at its own depth; returns survivals float32 [N].
+
+    s <- f32(s * f32(1 - hazard)), as protocol/exit_rule.py states it.
+    """
+    slot = column(slots, on.device)
+    positions = column(batch.positions, on.device)
+    depths = column(batch.depths, on.device)
+    width = table_width(on.slots, batch.positions)
+    rows = decode_rows(on.slots, slot, positions, depths, width)
+    attend = paged_attention(on.attention, on.storage, rows)
+    hidden = on.model.loop(on.slots.hidden[slot], positions, attend)
+    survivals = on.slots.survival[slot] * (1.0 - on.model.hazards(hidden))
+    on.slots.hidden[slot] = hidden
+    on.slots.survival[slot] = survivals
+    return survivals
+
+
+def run_coda(on: Device, batch: CodaBatch, slots: Sequence[int]) -> Tensor:
+    """Finalize each row's KV, sample its next token; returns tokens int64 [N].
+
+    The token also stays in the slot, so the next PRELUDE need not wait for the host.
+    """
+    finalize(on, batch, slots)
+    slot = column(slots, on.device)
+    counters = column(batch.output_indices, on.device)
+    words = on.slots.rng_words[slot]
+    uniforms = uniform(words, Purpose.SAMPLE, counters)
+    logits = on.model.logits(on.slots.hidden[slot])
+    tokens = sample(
+        logits,
+        temperature=on.slots.temperature[slot],
+        top_p=on.slots.top_p[slot],
+        top_k=on.slots.top_k[slot],
+        uniforms=uniforms,
+    )
+    on.slots.token[slot] = tokens
+    return tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN)
+
+
+def finalize(on: Device, batch: CodaBatch, slots: Sequence[int]) -> None:
+    """Copy each position's KV from its exit plane into every deeper plane (LAST_EXITED).
+
+    Example: 4 planes, exit depth 2 -> plane 1 is copied to planes 2 and 3; exit depth 4 copies
+    nothing.
+    """
+    rows = zip(slots, batch.positions, batch.exit_depths, strict=True)
+    copies = [
+        (slot, position, exit_depth - 1, target)
+        for slot, position, exit_depth in rows
+        for target in range(exit_depth, on.slots.planes)
+    ]
+    if not copies:
+        return
+    slot, position, source, target = (
+        column(values, on.device) for values in zip(*copies, strict=True)
+    )
+    page = position // on.slots.block_size
+    on.storage.copy_tokens(
+        on.slots.tables[slot, source, page],
+        on.slots.tables[slot, target, page],
+        position % on.slots.block_size,
+    )

@@ -1,0 +1,120 @@
+"""Worker: one device, opened once and closed once, with everything that lives on it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from protocol.errors import ConfigError
+from protocol.executor import MAX_PLANS_IN_FLIGHT
+from protocol.profile import WorkerProfile
+from worker.attention.torch_backend import TorchAttention
+from worker.kv_storage import KVStorage
+from worker.memory import plan_memory
+from worker.model_runner import ModelRunner
+from worker.models.registry import load_model, resolve_model
+from worker.readback import ReadbackPool
+from worker.slot_table import SlotTable
+from worker.stages import Device
+
+if TYPE_CHECKING:
+    from protocol.config import WorkerSettings
+    from worker.memory import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Owner: one LocalExecutor. Mutated only by: its device thread.
+
+    Everything is created by open and dropped by close; between the two nothing is allocated per
+    request. Use `Worker.open`.
+    """
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        memory: MemoryPlan,
+        runner: ModelRunner,
+        readback: ReadbackPool,
+        storage: KVStorage,
+    ) -> None:
+        self.profile = profile
+        self.memory = memory
+        self.runner = runner
+        self.readback = readback
+        self._storage = storage
+        self.closed = False
+
+    @classmethod
+    def open(cls, settings: WorkerSettings) -> Self:
+        """Open the device, load the model and create every buffer.
+
+        Raises ConfigError for a device that is not there or storage that holds nothing, ModelError
+        for a checkpoint that cannot be served.
+        """
+        device = resolve_device(settings.device)
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        directory = resolve_model(settings.model)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
+        model = load_model(directory, dtype, device, settings.model.model)
+        planes = model.profile.max_loops
+        block_size = settings.cache.block_size
+        shape = (model.num_layers, model.kv_heads, block_size, model.head_dim, dtype)
+        pages = -(-model.profile.max_positions // block_size)
+        memory = plan_memory(
+            settings.cache,
+            KVStorage.bytes_per_block(*shape),
+            planes,
+            pages * planes * settings.num_slots,
+            device,
+        )
+        logger.info("%s on %s: %s", model.profile.name, device, memory)
+        storage = KVStorage(memory.num_blocks, *shape, device)
+        slots = SlotTable(
+            num_slots=settings.num_slots,
+            hidden_size=model.hidden_size,
+            planes=planes,
+            max_positions=model.profile.max_positions,
+            block_size=block_size,
+            scratch_block=storage.scratch_block,
+            dtype=dtype,
+            device=device,
+        )
+        profile = WorkerProfile(
+            model=model.profile,
+            device=str(device),
+            dtype=settings.model.dtype,
+            num_slots=settings.num_slots,
+            num_blocks=memory.num_blocks,
+            block_size=block_size,
+            planes=planes,
+            max_step_tokens=settings.max_step_tokens,
+        )
+        runner = ModelRunner(Device(model, slots, storage, TorchAttention(), device))
+        readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
+        return cls(profile, memory, runner, readback, storage)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else repr(self.runner)
+        return f"<Worker {self.profile.model.name} on {self.profile.device}, {state}>"
+
+    def close(self) -> None:
+        """Drop every request and the KV storage; idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.runner.reset()
+            self._storage.close()
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of a setting: "auto" is cuda where there is one, else cpu."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name}: torch sees no CUDA device here; use --device cpu")
+    return device
