@@ -65,7 +65,9 @@ class PlanStreamServer:
         # Two streams can overlap while an old one is being cut; a third would wait.
         pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="loopmesh-stream")
         self._server = grpc.server(pool, options=CHANNEL_OPTIONS)
-        handler = grpc.stream_stream_rpc_method_handler(self._run)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._run
+        )
         service = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))
 

@@ -57,7 +57,10 @@ class RayExecutor:
         self._heard = time.monotonic()
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._call = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")(
+        run: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            f"/{SERVICE}/{METHOD}"
+        )
+        self._call = run(
             iter(self._frames.get, None), metadata=((AUTHORIZATION, credentials(secret)),)
         )
         self._threads = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -107,9 +107,10 @@ class RayWorkers:
 
     def _start(self, count: int) -> None:
         settings = self._configuration.cluster
+        engine = uuid.uuid4().hex[:8]  # several engines may share a cluster
         for index in range(count):
             lane = f"lane-{index}"
-            place = reserve_place(settings, f"loopmesh-{os.getpid()}-{lane}")
+            place = reserve_place(settings, f"loopmesh-{engine}-{lane}")
             self._placed.append(_Placed(lane, place, new_secret()))
         for item in self._placed:
             await_place(item.place, settings)

@@ -142,5 +142,6 @@ class ModelRunner:
                 survivals = lease.put_survivals(run_recurrent(self._on, batch, slots))
                 return lambda failed: read_survivals(batch, survivals.tolist(), failed)
             case CodaBatch():
-                tokens = lease.put_tokens(run_coda(self._on, batch, slots))
+                kinds = [slot.sampling for slot in progress]
+                tokens = lease.put_tokens(run_coda(self._on, batch, slots, kinds))
                 return lambda failed: read_tokens(batch, tokens.tolist(), failed)

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from protocol.plan import Admission, BlockTable
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingKind:
+    """What a request's sampling needs: known on the host, so a batch skips what no row needs."""
+
+    random: bool
+    top_k: bool
+    top_p: bool
+
+
 @dataclass(slots=True)
 class SlotProgress:
     """Host half of one slot. Owner: SlotTable. Mutated only by: ModelRunner's stage checks.
@@ -29,6 +38,7 @@ class SlotProgress:
     index: int
     prompt_length: int
     capacity: int
+    sampling: SamplingKind
     prefilled: int = 0
     position: int = -1
     loops: int = 0
@@ -106,7 +116,16 @@ class SlotTable:
             )
         self._check_table(key, admission.tables, start=0)
         index = self._free.pop()
-        slot = SlotProgress(index=index, prompt_length=len(admission.prompt), capacity=0)
+        slot = SlotProgress(
+            index=index,
+            prompt_length=len(admission.prompt),
+            capacity=0,
+            sampling=SamplingKind(
+                random=admission.temperature > 0.0,
+                top_k=admission.top_k > 0,
+                top_p=admission.top_p < 1.0,
+            ),
+        )
         self._slots[key] = slot
         self.tables[index].fill_(self._scratch)
         self._append(slot, admission.tables)

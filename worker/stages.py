@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.attention.backend import AttentionBackend
     from worker.kv_storage import KVStorage
     from worker.models.base import LoopedModel
-    from worker.slot_table import SlotTable
+    from worker.slot_table import SamplingKind, SlotTable
 
 
 NO_TOKEN = -1
@@ -92,7 +92,9 @@ def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Te
     return survivals
 
 
-def run_coda(on: Device, batch: CodaBatch, slots: Sequence[int]) -> Tensor:
+def run_coda(
+    on: Device, batch: CodaBatch, slots: Sequence[int], kinds: Sequence[SamplingKind]
+) -> Tensor:
     """Finalize each row's KV, sample its next token; returns tokens int64 [N].
 
     The token also stays in the slot, so the next PRELUDE need not wait for the host.
@@ -109,6 +111,9 @@ def run_coda(on: Device, batch: CodaBatch, slots: Sequence[int]) -> Tensor:
         top_p=on.slots.top_p[slot],
         top_k=on.slots.top_k[slot],
         uniforms=uniforms,
+        any_random=any(kind.random for kind in kinds),
+        any_top_k=any(kind.random and kind.top_k for kind in kinds),
+        any_top_p=any(kind.random and kind.top_p for kind in kinds),
     )
     on.slots.token[slot] = tokens
     return tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN)

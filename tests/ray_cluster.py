@@ -1,0 +1,85 @@
+"""A Ray cluster of a test's own: small, private, and gone without a trace afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import ray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PATIENCE = 20.0
+NUM_CPUS = 8
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """Start a local cluster; on leaving, assert that no process of it is left.
+
+    More CPUs are declared than there may be, so that a test of two workers runs on any machine.
+    Home, authentication and the session folder are set on purpose: Ray would write to the user's.
+    """
+    session = Path(tempfile.mkdtemp(prefix="loopmesh-"))  # sockets need a short path
+    values = {
+        "HOME": str(session),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            object_store_memory=80 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(session / "ray"),
+        )
+        processes = psutil.Process().children(recursive=True)
+        try:
+            yield
+            processes = psutil.Process().children(recursive=True)
+        finally:
+            ray.shutdown()
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
+        assert not alive, f"processes left behind: {alive}"
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def live_placement_groups() -> list[str]:
+    """Placement groups that Ray has not removed."""
+    table = ray.util.placement_group_table()
+    return [entry["name"] for entry in table.values() if entry["state"] != "REMOVED"]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether a condition comes true before patience runs out; for what other processes do."""
+    waiter = psutil.Process()
+    deadline = _now() + PATIENCE
+    while not holds():
+        if _now() > deadline:
+            return False
+        waiter.cpu_percent(interval=0.05)
+    return True
+
+
+def _now() -> float:
+    return float(os.times().elapsed)

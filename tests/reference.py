@@ -1,0 +1,120 @@
+"""One request at a time, straight from the definitions: what every executor must reproduce.
+
+No plan, no slot, no batch: a loop over tokens and depths that also records how close each decision
+was, since kernels differ between machines and batch shapes by about 1e-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from protocol.exit_rule import exits, survival_bound
+from protocol.rng import Purpose, RngKey
+from tests.model_driver import ModelDriver
+from worker.sampling.philox import uniform
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from protocol.sampling import SamplingParams
+    from worker.models.base import LoopedModel
+
+
+@dataclass(slots=True)
+class ReferenceRun:
+    """Tokens and exit depths of one request, and the smallest margin of any decision in it."""
+
+    tokens: list[int] = field(default_factory=list)
+    exit_depths: list[int] = field(default_factory=list)
+    margin: float = float("inf")
+
+    def note(self, margin: float) -> None:
+        """Keep the smaller margin."""
+        self.margin = min(self.margin, margin)
+
+
+@torch.inference_mode()
+def reference_run(
+    model: LoopedModel, prompt: Sequence[int], params: SamplingParams, seed: int
+) -> ReferenceRun:
+    """Generate as the LAST_EXITED layout and the `ouro` exit rule define it."""
+    driver = ModelDriver(model, max_tokens=len(prompt) + params.max_tokens)
+    run = ReferenceRun()
+    full = model.profile.max_loops
+    hidden, depth = driver.prefill([(0, 0, prompt)])[-1][-1:], full
+    for index in range(params.max_tokens):
+        token = _sample(model.logits(hidden)[0], params, seed, index, run)
+        run.tokens.append(token)
+        run.exit_depths.append(depth)
+        if not params.ignore_eos and token in model.profile.eos_ids:
+            break
+        if index + 1 == params.max_tokens:
+            break
+        position = len(prompt) + index
+        hidden, depth = _loops(driver, token, position, params, run)
+        _copy_exit(driver, position, depth)
+    return run
+
+
+def _loops(
+    driver: ModelDriver, token: int, position: int, params: SamplingParams, run: ReferenceRun
+) -> tuple[Tensor, int]:
+    model = driver.model
+    hidden = model.embed(torch.tensor([token]))
+    survival = torch.ones(1)
+    full = params.max_loops or model.profile.max_loops
+    threshold = 1.0 if params.exit_threshold is None else params.exit_threshold
+    bound = survival_bound(threshold)
+    for loops in range(1, full + 1):
+        hidden = driver.decode(hidden, [0], [position], [loops - 1])
+        survival = survival * (1.0 - model.hazards(hidden))
+        value = float(survival)
+        if threshold < 1.0 and params.min_loops <= loops < full:
+            run.note(abs(value - bound))
+        if exits(loops, value, min_loops=params.min_loops, max_loops=full, bound=bound):
+            return hidden, loops
+    raise AssertionError("the last loop always exits")
+
+
+def _copy_exit(driver: ModelDriver, position: int, depth: int) -> None:
+    page = position // driver.block_size
+    for target in range(depth, driver.planes):
+        driver.storage.copy_tokens(
+            driver.tables[0, depth - 1, page : page + 1],
+            driver.tables[0, target, page : page + 1],
+            torch.tensor([position % driver.block_size]),
+        )
+
+
+def _sample(
+    logits: Tensor, params: SamplingParams, seed: int, index: int, run: ReferenceRun
+) -> int:
+    """Sort, filter, walk the distribution: slow and obvious."""
+    if params.temperature == 0.0:
+        best = logits.topk(2).values
+        run.note(float(best[0] - best[1]))
+        return int(logits.argmax())
+    scaled = logits.double() / params.temperature
+    order = scaled.sort(descending=True).values
+    kept = torch.ones_like(scaled, dtype=torch.bool)
+    if params.top_k > 0:
+        run.note(float(order[params.top_k - 1] - order[params.top_k]))
+        kept &= scaled >= order[params.top_k - 1]
+    weights = torch.where(kept, (scaled - order[0]).exp(), 0.0)
+    ascending = weights.sort().values
+    up_to = torch.searchsorted(ascending, weights, right=True) - 1
+    greater = 1.0 - ascending.cumsum(0)[up_to] / weights.sum()
+    if params.top_p < 1.0:
+        run.note(float((greater[kept] - params.top_p).abs().min()))
+    weights = torch.where(kept & ((greater < params.top_p) | (params.top_p == 1.0)), weights, 0.0)
+    mass = weights.cumsum(0) / weights.sum()
+    key = RngKey(seed)
+    words = torch.tensor([[*key.philox_key(), key.stream]])
+    draw = float(uniform(words, Purpose.SAMPLE, torch.tensor([index])))
+    run.note(float((mass - draw).abs().min()))
+    return int((mass > draw).nonzero()[0])

@@ -1,0 +1,1 @@
+"""Looped models: configuration, layers, weights, and which of them exist."""

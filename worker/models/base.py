@@ -1,0 +1,63 @@
+"""What every looped model offers the model runner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from protocol.profile import ModelProfile
+
+
+class LayerAttention(Protocol):
+    """Attention of one batch at every layer; knows where each row's KV lies."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the KV of these rows, then attend over the history that each row may see.
+
+        query [N, heads, head_dim], key and value [N, kv_heads, head_dim], all after rotary.
+        Returns [N, heads, head_dim] in the query's dtype.
+        """
+        ...
+
+
+class LoopedModel(Protocol):
+    """A model whose shared stack runs several times for each token.
+
+    A forward of N rows is `embed`, then `loop` once a depth, then `logits`; `hazards` reads the
+    gate after any loop. Hidden states are [N, hidden_size] in `dtype` on `device`. Nothing here
+    keeps state, so rows of different requests and depths share a call.
+    """
+
+    @property
+    def profile(self) -> ModelProfile: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [N, H] of token ids [N] (int64)."""
+        ...
+
+    def loop(self, hidden: Tensor, positions: Tensor, attend: LayerAttention) -> Tensor:
+        """One pass of all layers and the final norm: [N, H] at int64 positions [N] -> [N, H]."""
+        ...
+
+    def hazards(self, hidden: Tensor) -> Tensor:
+        """Probability [N] (float32) that the token is ready after the loop that gave `hidden`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [N, vocab_size] (float32) of states that a loop returned."""
+        ...
