@@ -52,9 +52,9 @@ def run_demo() -> int:
     configuration = Configuration(cluster=ClusterSettings(num_workers=WORKERS))
     port = free_port(HOST)
     # Over-declared on purpose: the demo must also run on a machine with one core.
-    with ray_session(address="local", num_cpus=WORKERS, object_store_memory=100 * 2**20):
+    with ray_session(address="local", num_cpus=WORKERS, object_store_memory=100 * 2**20) as owned:
         say("[2/5] deploying the endpoint with ouro-tiny")
-        with serving(configuration, HOST, port) as url:
+        with serving(configuration, HOST, port, ray_ends=owned) as url:
             say(f"[3/5] {url}/v1 is up; sending {len(PROMPTS)} prompts at once")
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=60.0)
             asked = time.perf_counter()

@@ -18,10 +18,10 @@ from protocol.sampling import SamplingParams
 from worker.models.registry import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Collection
+    from collections.abc import AsyncGenerator, Collection
 
     from ray.serve import Application
-    from ray.serve.handle import DeploymentHandle
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
     from starlette.applications import Starlette
 
     from cluster.scheduler_actor import Refusal
@@ -75,9 +75,14 @@ class ServeEngine:
     async def renew(self, consumer: str, serving: Collection[str]) -> None:
         await self._handle.renew.remote(consumer, serving)
 
-    def outputs(self, consumer: str) -> AsyncIterator[list[RequestOutput]]:
+    async def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]:
         stream = self._handle.options(stream=True).outputs.remote(consumer)
-        return cast("AsyncIterator[list[RequestOutput]]", stream)
+        try:
+            async for frame in cast("DeploymentResponseGenerator[list[RequestOutput]]", stream):
+                yield frame
+        finally:
+            # Else the engine's end stays open, and Serve waits for it when it shuts down.
+            stream.cancel()  # type: ignore[no-untyped-call]
 
 
 class Ingress:

@@ -6,13 +6,14 @@ import asyncio
 import contextvars
 import logging
 import uuid
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.generation import resolve_seed
 from protocol.errors import OverloadedError, WorkerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
+    from collections.abc import AsyncGenerator, Collection, Coroutine
 
     from cluster.scheduler_actor import Refusal
     from protocol.profile import ModelProfile
@@ -41,7 +42,7 @@ class EngineHandle(Protocol):
 
     async def renew(self, consumer: str, serving: Collection[str]) -> None: ...
 
-    def outputs(self, consumer: str) -> AsyncIterator[list[RequestOutput]]: ...
+    def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]: ...
 
 
 class EngineClient:
@@ -130,17 +131,21 @@ class EngineClient:
         while True:
             reason = "its output stream ended"
             try:
-                async for frame in self._engine.outputs(self._name):
-                    self._attached.set()
-                    for output in frame:
-                        queue = self._queues.get(output.key.request_id)
-                        if queue is not None:
-                            queue.put_nowait(output)
+                async with aclosing(self._engine.outputs(self._name)) as frames:
+                    async for frame in frames:
+                        self._attached.set()
+                        self._route(frame)
             except Exception as error:  # the engine's process may end in any way
                 reason = f"{type(error).__name__}: {error}"
             self._attached.clear()
             self._fail_all(f"the engine is gone ({reason.splitlines()[0]}); send it again")
             await asyncio.sleep(RECONNECT_DELAY)
+
+    def _route(self, frame: list[RequestOutput]) -> None:
+        for output in frame:
+            queue = self._queues.get(output.key.request_id)
+            if queue is not None:
+                queue.put_nowait(output)
 
     async def _renew(self) -> None:
         while True:

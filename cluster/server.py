@@ -28,33 +28,37 @@ APPLICATION = "loopmesh"
 
 
 @contextmanager
-def ray_session(**options: object) -> Iterator[None]:
-    """Ray while the block runs: the one this process is connected to, else one opened here.
+def ray_session(**options: object) -> Iterator[bool]:
+    """Ray while the block runs; yields whether it was opened here, and so ends here.
 
     Without an `address`, Ray joins the cluster that RAY_ADDRESS names or that runs on this
     machine, and else starts one of its own, which ends with the block.
     """
     if ray.is_initialized():
-        yield
+        yield False
         return
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     ray.init(**(quiet | options))  # type: ignore[arg-type]
     try:
-        yield
+        yield True
     finally:
         ray.shutdown()
 
 
 @contextmanager
-def serving(configuration: Configuration, host: str, port: int) -> Iterator[str]:
+def serving(
+    configuration: Configuration, host: str, port: int, *, ray_ends: bool = False
+) -> Iterator[str]:
     """The endpoint while the block runs; yields its base URL once it answers.
 
-    Needs Ray. Raises ConfigError when the port is taken, RuntimeError with the replica's own
-    error when the engine cannot start. Another application of the same Ray Serve stays.
+    Needs Ray; `ray_ends` says that Ray itself, and Serve with it, ends right after. Raises
+    ConfigError when the port is taken, RuntimeError with the replica's own error when the engine
+    cannot start. Another application of the same Ray Serve stays.
     """
     shared = _serve_runs()
     if not shared:
         require_free_port(host, port)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(host=host, port=port),
             logging_config={"log_level": "WARNING"},
@@ -63,9 +67,8 @@ def serving(configuration: Configuration, host: str, port: int) -> Iterator[str]
         serve.run(build_application(configuration), name=APPLICATION, route_prefix="/")
         yield f"http://{host}:{port}"
     finally:
-        if shared:
-            serve.delete(APPLICATION)
-        else:
+        serve.delete(APPLICATION)
+        if not shared and not ray_ends:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -75,7 +78,10 @@ def run_server(configuration: Configuration, host: str, port: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     progress("starting Ray and the engine", sys.stderr)
-    with ray_session(), serving(configuration, host, port) as url:
+    with (
+        ray_session() as owned,
+        serving(configuration, host, port, ray_ends=owned) as url,
+    ):
         model = configuration.api.served_model_name or configuration.worker.model.model
         progress(f"ready: {url}/v1 serves {model} (pid {os.getpid()}); Ctrl-C stops it", sys.stderr)
         stop.wait()

@@ -10,6 +10,10 @@ from protocol.rng import MAX_SEED
 
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 
+MAX_TEMPERATURE = 1e6
+MAX_TOP_K = 2**31 - 1
+"""Bounds that the wire and a device's float32 and int32 tables can hold."""
+
 
 class SamplingParams(BaseModel):
     """Sampling and looping parameters of one request; immutable and checked on construction.
@@ -22,9 +26,9 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_tokens: Annotated[int, Field(strict=True, ge=1)] = 16
-    temperature: Annotated[float, Field(strict=True, ge=0.0)] = 0.0
+    temperature: Annotated[float, Field(strict=True, ge=0.0, le=MAX_TEMPERATURE)] = 0.0
     top_p: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(strict=True, ge=-1)] = -1
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_TOP_K)] = -1
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     min_loops: Annotated[int, Field(strict=True, ge=1)] = 1
     max_loops: Annotated[int, Field(strict=True, ge=1)] | None = None

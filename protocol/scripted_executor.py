@@ -111,6 +111,11 @@ class ScriptedExecutor:
         """Why the worker is gone, or None."""
         return self._lost
 
+    @property
+    def last_seq(self) -> int:
+        """The seq of the last plan it took; 0 before the first."""
+        return self._seq
+
     def held_keys(self) -> tuple[RequestKey, ...]:
         """The requests that hold a slot on the worker."""
         with self._lock:

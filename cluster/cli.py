@@ -1,0 +1,242 @@
+"""loopmesh: the command line, and the only place that reads environment variables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pydantic import ValidationError
+
+from protocol.config import Configuration, parse_configuration
+from protocol.errors import ConfigError, LoopmeshError
+from protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+CONFIG_VARIABLE = "LOOPMESH_CONFIG"
+
+USER_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+SAMPLING_FLAGS = (
+    ("max_tokens", int, "most tokens to generate (default 16)"),
+    ("min_loops", int, "loops that every token takes at least (default 1)"),
+    ("max_loops", int, "loops that a token takes at most (default: all of the model)"),
+    ("exit_threshold", float, "leave once the gate is this sure, 0 to 1; 1 never leaves early"),
+    ("temperature", float, "0 is greedy (default)"),
+    ("top_p", float, "keep the most likely tokens that add up to this (default 1)"),
+    ("top_k", int, "keep this many of the most likely tokens (default -1: all)"),
+    ("seed", int, "same seed, same text (default: a new one each time)"),
+)
+
+
+class UsageError(Exception):
+    """A wrong flag or a wrong value of one."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. User errors are one line on standard error."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except SystemExit as stop:  # --help and --version
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left: let nothing more be written, also not when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        print(f"loopmesh: error: {error}: see `loopmesh doctor`", file=sys.stderr)
+        return USER_ERROR
+    except (UsageError, LoopmeshError, ValidationError) as error:
+        print(f"loopmesh: error: {_one_line(error)}", file=sys.stderr)
+        return USER_ERROR
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run` to its function."""
+    parser = _Parser(prog="loopmesh", description="Serve looped language models.")
+    parser.add_argument("--version", action="version", version=f"loopmesh {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_serve(commands)
+    demo = commands.add_parser("demo", help="serve the shipped model on a local cluster and use it")
+    demo.set_defaults(run=_demo)
+    doctor = commands.add_parser("doctor", help="check this machine and say what to mend")
+    doctor.add_argument("--json", action="store_true", help="print one JSON list")
+    doctor.add_argument("--host", default=DEFAULT_HOST, help=argparse.SUPPRESS)
+    doctor.add_argument("--port", type=int, default=DEFAULT_PORT, help="the endpoint's port")
+    _add_config(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[Any]) -> None:
+    parser = commands.add_parser("generate", help="continue one prompt")
+    parser.add_argument("prompt", help="the text to continue")
+    for name, kind, text in SAMPLING_FLAGS:
+        parser.add_argument(_flag(name), type=kind, help=text, metavar="N")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument("--executor", choices=("local", "ray"), default="local")
+    parser.add_argument("--workers", type=int, default=1, help="workers on Ray (default 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_model(parser)
+    _add_config(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
+    parser = commands.add_parser("serve", help="serve the OpenAI completions API on Ray")
+    parser.add_argument("--host", default=DEFAULT_HOST)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--workers", type=int, help="number of workers")
+    _add_model(parser)
+    _add_config(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help='"ouro-tiny" (shipped), a directory or a hub id')
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--dtype", help="float32 or bfloat16")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"JSON configuration (default: ${CONFIG_VARIABLE})"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = _sampling(arguments)
+    configuration = _configuration(arguments)
+    # Imported late: torch takes seconds to import, and --help and wrong flags need none of it.
+    from cluster.api_types import Usage
+    from cluster.llm import LLM
+    from cluster.terminal import TextWriter, progress, show_stream, summary
+
+    progress(f"loading {configuration.worker.model.model}", sys.stderr)
+    kind, workers = arguments.executor, arguments.workers
+    with LLM(executor=kind, workers=workers, configuration=configuration) as llm:
+        if arguments.json:
+            (answer,) = llm.generate(arguments.prompt, params)
+            body = {
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "exit_depths": answer.exit_depths,
+                "finish_reason": answer.finish_reason.value,
+                "usage": Usage.of(answer).model_dump(),
+            }
+            print(json.dumps(body))
+            return 0
+        coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        writer = TextWriter(sys.stdout, llm.profile.model.max_loops, coloured=coloured)
+        started = time.monotonic()
+        answer = show_stream(llm.stream(arguments.prompt, params), writer)
+        progress(summary(answer, time.monotonic() - started), sys.stderr)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    configuration = _configuration(arguments)
+    from cluster.server import run_server
+
+    return run_server(configuration, arguments.host, arguments.port)
+
+
+def _demo(_: argparse.Namespace) -> int:
+    from cluster.demo import run_demo
+
+    return run_demo()
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    configuration = _configuration(arguments)
+    from dataclasses import asdict
+
+    from cluster.doctor import render, run_checks
+
+    checks = run_checks(configuration, os.environ, arguments.host, arguments.port)
+    print(json.dumps([asdict(check) for check in checks]) if arguments.json else render(checks))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(arguments, name) for name, _, _ in SAMPLING_FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(ignore_eos=arguments.ignore_eos, **given)
+
+
+def _configuration(arguments: argparse.Namespace) -> Configuration:
+    """The configuration file, or the defaults, with the command's flags laid over it."""
+    path = arguments.config or os.environ.get(CONFIG_VARIABLE)
+    values: dict[str, Any] = _read_json(Path(path)) if path else {}
+    base = parse_configuration(values).model_dump()
+    for name in ("model", "revision", "dtype"):
+        if (value := getattr(arguments, name, None)) is not None:
+            base["worker"]["model"][name] = value
+    if (device := getattr(arguments, "device", None)) is not None:
+        base["worker"]["device"] = device
+    if arguments.run is _serve and arguments.workers is not None:
+        base["cluster"]["num_workers"] = arguments.workers
+    return parse_configuration(base)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration file {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration file {path}: a JSON object is needed")
+    return values
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        parts = []
+        for item in error.errors():
+            where = f"{_flag(str(item['loc'][0]))}: " if item["loc"] else ""
+            parts.append(where + item["msg"].removeprefix("Value error, "))
+        return "; ".join(parts)
+    return " ".join(str(error).split())
+
+
+def _version() -> str:
+    """The version of this code: a checkout's own, which may not be installed, or the metadata's."""
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    if project.exists():
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+    try:
+        return version("loopmesh")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""From a request's outputs to text: one place for LLM, HTTP and whatever else answers users."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from protocol.errors import LoopmeshError, ProtocolError
+from protocol.exit_rule import FinishReason
+from protocol.rng import MAX_SEED
+
+if TYPE_CHECKING:
+    from cluster.tokenizer import Tokenizer
+    from scheduler.output import RequestOutput
+
+
+def resolve_seed(seed: int | None) -> int:
+    """`seed`, or 63 bits of the system's entropy when the user gave none."""
+    return secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one step added to an answer.
+
+    `exit_depths` has one 1-based depth a token. `text` may lag behind the tokens while a character
+    is incomplete, so it can be empty, and it never covers a special token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer, and what it cost in loops.
+
+    `max_loops` is the loops of a full pass of the model, `seed` the one that drew the answer: the
+    same request with this seed gives the same answer.
+
+    Example: max_loops 4 and exit_depths (4, 2, 3) are 9 loops run. The first output comes out of
+    the prompt's last position, which always takes the full pass, so only the two outputs after it
+    could save anything: loops_saved (4 - 2) + (4 - 3) = 3 of 8, mean_depth (2 + 3) / 2 = 2.5.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    max_loops: int
+    seed: int
+
+    @property
+    def loops_run(self) -> int:
+        """Loops of all outputs."""
+        return sum(self.exit_depths)
+
+    @property
+    def loops_saved(self) -> int:
+        """Loops that full passes would have run more, over the outputs after the first."""
+        return self.loops_possible - sum(self.exit_depths[1:])
+
+    @property
+    def loops_possible(self) -> int:
+        """Loops of full passes over the outputs after the first."""
+        return self.max_loops * len(self.exit_depths[1:])
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Mean exit depth of the outputs after the first; None when there is no such output."""
+        later = self.exit_depths[1:]
+        return sum(later) / len(later) if later else None
+
+
+class TextAssembler:
+    """Builds one answer. Owner: whoever asked for it. Mutated only by: push."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompt_tokens: int, max_loops: int, seed: int
+    ) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._prompt_tokens = prompt_tokens
+        self._max_loops = max_loops
+        self._seed = seed
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._exit_depths: list[int] = []
+        self._finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last output has come."""
+        return self._finish_reason is not None
+
+    def push(self, output: RequestOutput) -> TextDelta:
+        """The text of the next output.
+
+        Raises LoopmeshError when the output reports that the request failed, ProtocolError when
+        it does not continue the ones before.
+        """
+        if self.finished:
+            raise ProtocolError(f"{output.key}: an output after the end")
+        if output.finish_reason is FinishReason.ERROR:
+            self._finish_reason = FinishReason.ERROR
+            raise LoopmeshError(f"the generation failed: {output.error or 'no reason was given'}")
+        if output.tokens and output.start_index != len(self._token_ids):
+            raise ProtocolError(
+                f"{output.key}: output {output.start_index} came, {len(self._token_ids)} is next"
+            )
+        text = self._detokenizer.push(output.tokens)
+        if output.finish_reason is not None:
+            text += self._detokenizer.finish()
+        self._text.append(text)
+        self._token_ids.extend(output.tokens)
+        self._exit_depths.extend(output.exit_depths)
+        self._finish_reason = output.finish_reason
+        return TextDelta(text, output.tokens, output.exit_depths, output.finish_reason)
+
+    def completion(self) -> Completion:
+        """The whole answer. Raises ProtocolError before its end."""
+        if self._finish_reason is None:
+            raise ProtocolError("the answer is not finished: push its last output first")
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            exit_depths=tuple(self._exit_depths),
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._prompt_tokens,
+            max_loops=self._max_loops,
+            seed=self._seed,
+        )

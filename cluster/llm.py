@@ -1,0 +1,253 @@
+"""LLM: a looped model in a few lines of Python, in this process or on Ray workers.
+
+    with LLM("ouro-tiny") as llm:
+        print(llm.generate("Once upon a time")[0].text)
+
+One call runs at a time: generate takes a whole batch, stream one prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Self
+
+from cluster.drivers import SyncDriver
+from cluster.generation import TextAssembler, resolve_seed
+from cluster.interrupts import interrupts_held
+from cluster.tokenizer import load_tokenizer
+from cluster.workers import open_workers
+from protocol.config import Configuration
+from protocol.errors import DeadlineError, ExecutorClosedError, LoopmeshError, RequestError
+from protocol.sampling import SamplingParams
+from scheduler.engine import Engine
+from worker.models.registry import resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+    from types import TracebackType
+
+    from cluster.generation import Completion, TextDelta
+    from cluster.tokenizer import Tokenizer
+    from cluster.workers import ExecutorKind
+    from protocol.profile import WorkerProfile
+    from scheduler.output import RequestOutput
+    from scheduler.stats import EngineStats
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A loaded model. Owner: one thread of the caller. Mutated only by: its own methods.
+
+    `model` is "ouro-tiny", a directory or a hub id; None takes the configuration's. `executor`
+    "local" runs one worker in this process and never imports Ray; "ray" starts `workers` of them
+    on Ray. Raises ConfigError or ModelError, and leaves nothing open then.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        executor: ExecutorKind = "local",
+        workers: int = 1,
+        configuration: Configuration | None = None,
+    ) -> None:
+        self._configuration = _with_model(configuration or Configuration(), model)
+        settings = self._configuration.worker
+        self._tokenizer = load_tokenizer(resolve_model(settings.model))
+        self._ids = itertools.count()
+        self._busy = False
+        self._closed = False
+        self._workers = open_workers(self._configuration, executor, workers)
+        try:
+            # A caller's own batch is never turned away: the queue is as long as the batch.
+            queue = self._configuration.scheduler.model_copy(update={"max_waiting": sys.maxsize})
+            self._engine = Engine(queue)
+            executors = self._workers.executors
+            self._profile = next(iter(executors.values())).profile()
+            self._driver = SyncDriver(
+                self._engine, executors, self._configuration.cluster.plan_timeout
+            )
+        except BaseException:
+            self._workers.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "busy" if self._busy else "idle"
+        return f"<LLM {self._profile.model.name} on {self._profile.device}, {state}>"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def profile(self) -> WorkerProfile:
+        """The model and the room of one worker."""
+        return self._profile
+
+    def stats(self) -> EngineStats:
+        """What is running, what is free, and the totals so far."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """The answers to all prompts, run together, in the order of the prompts.
+
+        A prompt is a text or a list of token ids; a list of integers is one prompt. `params` is
+        one for all or one for each; None is greedy. Raises RequestError before anything runs when
+        a prompt or its parameters are wrong, LoopmeshError when a request fails; whatever ends the
+        call early, also Ctrl-C, aborts the rest and leaves nothing behind.
+        """
+        batch = _as_batch(prompts)
+        with closing(self._run(batch, _one_each(params, len(batch)))) as run:
+            while True:
+                try:
+                    next(run)
+                except StopIteration as end:
+                    answers: list[Completion] = end.value
+                    return answers
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[TextDelta, None, Completion]:
+        """The answer to one prompt, as it grows; the generator's return value is all of it.
+
+        Nothing runs before the first `next`. Closing the generator aborts the request.
+        """
+        with closing(self._run([prompt], [params or SamplingParams()])) as run:
+            while True:
+                try:
+                    delta = next(run)
+                except StopIteration as end:
+                    answer: Completion = end.value[0]
+                    return answer
+                yield delta
+
+    def close(self) -> None:
+        """Shut the workers down; idempotent. The LLM cannot be used after it."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._driver.close(self._configuration.cluster.shutdown_timeout)
+            finally:
+                self._workers.close()
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Generator[TextDelta, None, list[Completion]]:
+        """Run a batch to its end, yielding every piece of text as it comes."""
+        self._claim()
+        assemblers: dict[str, TextAssembler] = {}
+        try:
+            for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    request_id, assembler = self._add(prompt, wish)
+                except LoopmeshError as error:
+                    raise _with_index(error, index, len(prompts)) from error
+                assemblers[request_id] = assembler
+            while not all(assembler.finished for assembler in assemblers.values()):
+                for output in self._step():
+                    yield assemblers[output.key.request_id].push(output)
+            return [assembler.completion() for assembler in assemblers.values()]
+        finally:
+            self._settle(assemblers)
+
+    def _claim(self) -> None:
+        if self._closed:
+            raise ExecutorClosedError("this LLM is closed: open a new one")
+        if self._busy:
+            raise RequestError("this LLM is in use: finish or close the running stream first")
+        self._busy = True
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> tuple[str, TextAssembler]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        seed = resolve_seed(params.seed)
+        request_id = str(next(self._ids))
+        self._engine.add(request_id, ids, params, seed)
+        max_loops = self._profile.model.max_loops
+        assembler = TextAssembler(
+            self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed
+        )
+        return request_id, assembler
+
+    def _settle(self, assemblers: Mapping[str, TextAssembler]) -> None:
+        """Abort what still runs and wait until the workers gave every block back."""
+        try:
+            for request_id, assembler in assemblers.items():
+                if not assembler.finished:
+                    self._engine.abort(request_id)
+            self._drain()
+        except BaseException:
+            self.close()  # an engine that cannot be drained is of no further use
+            raise
+        finally:
+            self._busy = False
+
+    def _drain(self) -> None:
+        """Step until nothing is in flight and every release is acknowledged, bounded."""
+        timeout = self._configuration.cluster.shutdown_timeout
+        deadline = time.monotonic() + timeout
+        while self._engine.has_work():
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"the workers did not come to rest within {timeout:g} s")
+            self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        with interrupts_held():
+            return self._driver.step()
+
+
+def _with_model(configuration: Configuration, model: str | None) -> Configuration:
+    if model is None:
+        return configuration
+    named = configuration.worker.model.model_copy(update={"model": model})
+    worker = configuration.worker.model_copy(update={"model": named})
+    return configuration.model_copy(update={"worker": worker})
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; a text and a list of integers are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [entry for entry in prompts if isinstance(entry, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    batch = [entry for entry in prompts if not isinstance(entry, int)]
+    if len(batch) != len(prompts):
+        raise RequestError("token ids beside prompts: put each prompt's ids in a list of its own")
+    return batch
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} SamplingParams for {count} prompts: give one for all, or one for each"
+        )
+    return list(params)
+
+
+def _with_index(error: LoopmeshError, index: int, count: int) -> LoopmeshError:
+    """`error` with the place of the prompt that it is about."""
+    return error if count == 1 else type(error)(f"prompt {index}: {error}")

@@ -1,0 +1,62 @@
+"""The workers behind an LLM: one in this process, or several on Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from protocol.errors import ConfigError
+from worker.local_executor import LocalExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from protocol.config import Configuration, WorkerSettings
+    from protocol.executor import Executor
+
+ExecutorKind = Literal["local", "ray"]
+
+
+class Workers(Protocol):
+    """Open workers by lane name, and how to give back what carries them."""
+
+    @property
+    def executors(self) -> Mapping[str, Executor]:
+        """One executor a lane."""
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+
+
+class LocalWorker:
+    """The one worker of this process. Owner: whoever opened it. Mutated only by: close."""
+
+    def __init__(self, settings: WorkerSettings, shutdown_timeout: float) -> None:
+        self._executor = LocalExecutor.open(settings)
+        self._shutdown_timeout = shutdown_timeout
+
+    @property
+    def executors(self) -> Mapping[str, Executor]:
+        """The one lane."""
+        return {"lane-0": self._executor}
+
+    def close(self) -> None:
+        """Shut the worker down; idempotent."""
+        self._executor.shutdown(self._shutdown_timeout)
+
+
+def open_workers(configuration: Configuration, kind: ExecutorKind, count: int) -> Workers:
+    """`count` workers, ready to run plans.
+
+    Raises ConfigError for a number of workers that `kind` cannot have, ModelError for a model that
+    cannot be served, and what Ray's workers raise; nothing is left open then.
+    """
+    if kind == "local":
+        if count != 1:
+            raise ConfigError(f"{count} workers in one process: use executor='ray', or 1 worker")
+        return LocalWorker(configuration.worker, configuration.cluster.shutdown_timeout)
+    if count < 1:
+        raise ConfigError(f"{count} workers cannot run anything: ask for at least 1")
+    # Imported late: a local worker starts fast, and without Ray.
+    from cluster.ray_workers import RayWorkers
+
+    return RayWorkers.open(configuration, count)

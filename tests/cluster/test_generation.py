@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.generation import Completion, TextAssembler, TextDelta, resolve_seed
+from cluster.tokenizer import load_tokenizer
+from protocol.config import ModelSettings
+from protocol.errors import LoopmeshError, ProtocolError
+from protocol.exit_rule import FinishReason
+from protocol.identity import RequestKey
+from protocol.rng import MAX_SEED
+from scheduler.output import RequestOutput
+from worker.models.registry import resolve_model
+
+TOKENIZER = load_tokenizer(resolve_model(ModelSettings()))
+EMOJI = TOKENIZER.encode("🎉")
+
+
+def assembler() -> TextAssembler:
+    return TextAssembler(TOKENIZER, prompt_tokens=5, max_loops=4, seed=11)
+
+
+def output(
+    start: int, tokens: list[int], finish: FinishReason | None = None, error: str | None = None
+) -> RequestOutput:
+    depths = tuple(1 + (start + i) % 4 for i in range(len(tokens)))
+    return RequestOutput(RequestKey("a", 1), start, tuple(tokens), depths, finish, error)
+
+
+def completion(*exit_depths: int) -> Completion:
+    return Completion(
+        text="",
+        token_ids=(9,) * len(exit_depths),
+        exit_depths=exit_depths,
+        finish_reason=FinishReason.LENGTH,
+        prompt_tokens=3,
+        max_loops=4,
+        seed=0,
+    )
+
+
+def test_outputs_become_deltas_and_one_completion() -> None:
+    ids = TOKENIZER.encode("Hello 🎉 world")
+    builder = assembler()
+    deltas = [builder.push(output(i, [token])) for i, token in enumerate(ids)]
+    assert not builder.finished
+    last = builder.push(output(len(ids), [0], FinishReason.STOP))
+    assert builder.finished
+    assert last == TextDelta("", (0,), (1 + len(ids) % 4,), FinishReason.STOP)
+    assert "".join(delta.text for delta in deltas) == "Hello 🎉 world"
+    answer = builder.completion()
+    assert answer.text == "Hello 🎉 world"
+    assert answer.token_ids == (*ids, 0)
+    assert answer.exit_depths == tuple(1 + i % 4 for i in range(len(ids) + 1))
+    assert answer.finish_reason is FinishReason.STOP
+    assert (answer.prompt_tokens, answer.max_loops, answer.seed) == (5, 4, 11)
+
+
+def test_the_end_flushes_held_bytes() -> None:
+    builder = assembler()
+    assert builder.push(output(0, EMOJI[:1])).text == ""
+    last = builder.push(output(1, [], FinishReason.LENGTH))
+    assert last.text == "\N{REPLACEMENT CHARACTER}"
+    assert builder.completion().text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_failed_request_raises_its_reason() -> None:
+    builder = assembler()
+    builder.push(output(0, [5]))
+    with pytest.raises(LoopmeshError, match="lane-0 was closed"):
+        builder.push(output(1, [], FinishReason.ERROR, "lane-0 was closed"))
+    assert builder.finished
+
+
+def test_a_gap_and_an_output_after_the_end_are_refused() -> None:
+    builder = assembler()
+    with pytest.raises(ProtocolError, match="output 1 came, 0 is next"):
+        builder.push(output(1, [5]))
+    builder.push(output(0, [5], FinishReason.LENGTH))
+    with pytest.raises(ProtocolError, match="after the end"):
+        builder.push(output(1, [5]))
+
+
+def test_there_is_no_completion_before_the_end() -> None:
+    builder = assembler()
+    builder.push(output(0, [5]))
+    with pytest.raises(ProtocolError, match="not finished"):
+        builder.completion()
+
+
+@pytest.mark.parametrize(
+    ("exit_depths", "run", "saved", "possible", "mean"),
+    [
+        ((4, 2, 3), 9, 3, 8, 2.5),
+        ((4, 4, 4), 12, 0, 8, 4.0),
+        ((4, 1, 1, 1, 1), 8, 12, 16, 1.0),
+        ((4,), 4, 0, 0, None),
+        ((), 0, 0, 0, None),
+    ],
+)
+def test_loops_are_counted_as_documented(
+    exit_depths: tuple[int, ...], run: int, saved: int, possible: int, mean: float | None
+) -> None:
+    answer = completion(*exit_depths)
+    assert answer.loops_run == run
+    assert answer.loops_saved == saved
+    assert answer.loops_possible == possible
+    assert answer.mean_depth == mean
+
+
+def test_a_given_seed_is_kept_and_a_missing_one_is_drawn() -> None:
+    assert resolve_seed(0) == 0
+    assert resolve_seed(MAX_SEED) == MAX_SEED
+    drawn = {resolve_seed(None) for _ in range(64)}
+    assert len(drawn) == 64
+    assert all(0 <= seed <= MAX_SEED for seed in drawn)
+    assert max(drawn) > 2**53

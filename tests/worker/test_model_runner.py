@@ -1,0 +1,177 @@
+"""ModelRunner: a request that goes wrong costs itself alone; finalize copies what it must."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from protocol.config import ModelSettings
+from protocol.identity import RequestKey
+from protocol.plan import (
+    CodaBatch,
+    ExecutionPlan,
+    PrefillBatch,
+    PreludeBatch,
+    RecurrentBatch,
+)
+from protocol.profile import WorkerProfile
+from protocol.result import CodaResult, RecurrentResult
+from tests.plans import admission, block_table, coda, prefill, prelude, recurrent
+from worker.attention.torch_backend import TorchAttention
+from worker.kv_storage import KVStorage
+from worker.model_runner import ModelRunner
+from worker.models.registry import load_model, resolve_model
+from worker.outcome import NOT_A_NUMBER
+from worker.readback import ReadbackPool
+from worker.slot_table import SlotTable
+from worker.stages import Device
+
+if TYPE_CHECKING:
+    from protocol.plan import Admission, Step
+    from protocol.result import PlanResult
+    from worker.models.base import LoopedModel
+
+A, B = RequestKey("a", 1), RequestKey("b", 2)
+PROMPT = (1648, 1424, 261, 658, 14)
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 4, 48, 3
+
+
+@pytest.fixture(scope="module")
+def model() -> LoopedModel:
+    return load_model(resolve_model(ModelSettings()), torch.float32, CPU, "ouro-tiny")
+
+
+class Bench:
+    """A runner over real parts, plan by plan. Owner: one test, which alone uses it."""
+
+    def __init__(self, model: LoopedModel) -> None:
+        shape = (model.num_layers, model.kv_heads, BLOCK_SIZE, model.head_dim, torch.float32)
+        self.storage = KVStorage(NUM_BLOCKS, *shape, CPU)
+        self.planes = model.profile.max_loops
+        self.slots = SlotTable(
+            num_slots=NUM_SLOTS,
+            hidden_size=model.hidden_size,
+            planes=self.planes,
+            max_positions=64,
+            block_size=BLOCK_SIZE,
+            scratch_block=self.storage.scratch_block,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        self.profile = WorkerProfile(
+            model.profile, "cpu", "float32", NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE, self.planes, 64
+        )
+        self.runner = ModelRunner(Device(model, self.slots, self.storage, TorchAttention(), CPU))
+        self.pool = ReadbackPool(1, 64, CPU)
+        self.seq = 0
+
+    def run(self, *steps: Step, admits: tuple[Admission, ...] = ()) -> PlanResult:
+        self.seq += 1
+        lease = self.pool.lease()
+        plan = ExecutionPlan(1, self.seq, admits=admits, steps=steps)
+        result = self.runner.execute(plan, lease).read()
+        self.pool.give_back(lease)
+        return result
+
+    def admit(self, key: RequestKey, first: int = 0) -> Admission:
+        return admission(key, PROMPT, block_table(self.profile, 8, first))
+
+
+@pytest.fixture
+def bench(model: LoopedModel) -> Bench:
+    return Bench(model)
+
+
+def test_finalize_copies_the_exit_plane_into_deeper_planes_of_one_token_only(
+    bench: Bench,
+) -> None:
+    bench.run(
+        prefill(A, 0, 5),
+        coda(A, 4, 4, 0),
+        prelude(A, 5),
+        recurrent(A, 5, 0),
+        recurrent(A, 5, 1),
+        admits=(bench.admit(A),),
+    )
+    before = bench.storage.pages.clone()
+    bench.run(coda(A, 5, 2, 1))
+    table = block_table(bench.profile, 8)
+    page, offset = 5 // BLOCK_SIZE, 5 % BLOCK_SIZE
+    source = before[table[1][page], :, :, :, offset]
+    assert source.abs().sum() > 0
+    expected = before.clone()
+    for plane in (2, 3):
+        expected[table[plane][page], :, :, :, offset] = source
+    assert torch.equal(bench.storage.pages, expected)
+
+
+def test_an_exit_at_full_depth_copies_nothing(bench: Bench) -> None:
+    bench.run(prefill(A, 0, 5), admits=(bench.admit(A),))
+    before = bench.storage.pages.clone()
+    bench.run(coda(A, 4, 4, 0))
+    assert torch.equal(bench.storage.pages, before)
+
+
+def test_no_stage_writes_outside_the_blocks_of_its_requests(bench: Bench) -> None:
+    bench.storage.pages.fill_(7.0)
+    bench.run(
+        prefill(A, 0, 5),
+        coda(A, 4, 4, 0),
+        prelude(A, 5),
+        recurrent(A, 5, 0),
+        admits=(bench.admit(A, first=8),),
+    )
+    own = {block for plane in block_table(bench.profile, 8, 8) for block in plane}
+    others = [block for block in range(NUM_BLOCKS + 1) if block not in own]
+    assert bool((bench.storage.pages[others] == 7.0).all())
+
+
+def test_a_prelude_takes_the_slot_s_token_or_the_host_s(bench: Bench) -> None:
+    sampled = bench.run(
+        prefill(A, 0, 5),
+        prefill(B, 0, 5),
+        CodaBatch((A, B), (4, 4), (4, 4), (0, 0)),
+        admits=(bench.admit(A), bench.admit(B, first=16)),
+    ).steps[2]
+    assert isinstance(sampled, CodaResult)
+    looped = bench.run(
+        PreludeBatch((A, B), (5, 5), (-1, sampled.tokens[1])),
+        RecurrentBatch((A, B), (5, 5), (0, 0)),
+    ).steps[1]
+    assert isinstance(looped, RecurrentResult)
+    assert looped.survivals[0] == pytest.approx(looped.survivals[1], abs=1e-6)
+    other = bench.run(
+        CodaBatch((A, B), (5, 5), (1, 1), (1, 1)),
+        PreludeBatch((A, B), (6, 6), (-1, 3)),
+        RecurrentBatch((A, B), (6, 6), (0, 0)),
+    ).steps[2]
+    assert isinstance(other, RecurrentResult)
+    assert abs(other.survivals[0] - other.survivals[1]) > 1e-4
+
+
+def test_values_that_are_no_numbers_fail_their_request_alone(bench: Bench) -> None:
+    bench.run(
+        PrefillBatch((A, B), (0, 0), (5, 5)),
+        CodaBatch((A, B), (4, 4), (4, 4), (0, 0)),
+        PreludeBatch((A, B), (5, 5), (-1, -1)),
+        admits=(bench.admit(A), bench.admit(B, first=16)),
+    )
+    bench.slots.hidden[bench.slots.progress(A).index] = float("nan")
+    looped = bench.run(RecurrentBatch((A, B), (5, 5), (0, 0)))
+    assert [(row.key, row.message) for row in looped.failed] == [(A, NOT_A_NUMBER)]
+    assert looped.steps[0].keys == (B,)
+    sampled = bench.run(CodaBatch((A, B), (5, 5), (1, 1), (1, 1)))
+    assert [row.key for row in sampled.failed] == [A]
+    assert sampled.steps[0].keys == (B,)
+
+
+def test_a_step_that_raises_fails_its_rows_and_the_plan_goes_on(bench: Bench) -> None:
+    bench.run(prefill(A, 0, 5), admits=(bench.admit(A),))
+    bench.storage.close()
+    broken = bench.run(prefill(B, 0, 5), coda(A, 4, 4, 0), admits=(bench.admit(B, first=16),))
+    assert [row.key for row in broken.failed] == [B]
+    assert "the worker failed" in broken.failed[0].message
+    assert broken.steps[1].keys == (A,)

@@ -1,0 +1,120 @@
+"""Slots: one record a request, freed whole, and every misuse refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from protocol.errors import ProtocolError
+from protocol.identity import RequestKey
+from protocol.plan import Admission
+from protocol.rng import RngKey
+from worker.slot_table import SlotTable
+
+A, B, C = RequestKey("a", 1), RequestKey("b", 2), RequestKey("a", 3)
+SCRATCH = 90
+
+
+@pytest.fixture
+def table() -> SlotTable:
+    return SlotTable(
+        num_slots=2,
+        hidden_size=8,
+        planes=3,
+        max_positions=20,
+        block_size=4,
+        scratch_block=SCRATCH,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def admission(
+    key: RequestKey, first: int = 0, width: int = 2, prompt: tuple[int, ...] = (5, 6)
+) -> Admission:
+    tables = tuple(tuple(range(first + p * 5, first + p * 5 + width)) for p in range(3))
+    return Admission(key, prompt, tables, RngKey(2**40 + 3, 7), 0.5, 0.9, 12)
+
+
+def test_admission_fills_the_whole_row(table: SlotTable) -> None:
+    table.admit(admission(A, first=10))
+    slot = table.progress(A)
+    row = slot.index
+    assert (slot.prompt_length, slot.capacity, slot.prefilled) == (2, 8, 0)
+    assert (slot.position, slot.loops) == (-1, 0)
+    assert table.prompt[row, :2].tolist() == [5, 6]
+    assert table.tables[row].tolist() == [
+        [10, 11, SCRATCH, SCRATCH, SCRATCH],
+        [15, 16, SCRATCH, SCRATCH, SCRATCH],
+        [20, 21, SCRATCH, SCRATCH, SCRATCH],
+    ]
+    assert table.rng_words[row].tolist() == [3, 2**8, 7]
+    assert float(table.temperature[row]) == 0.5
+    assert table.top_p[row].item() == pytest.approx(0.9)
+    assert table.top_k[row].item() == 12
+    assert table.survival[row].item() == 1.0
+
+
+def test_a_reused_slot_keeps_nothing_of_its_last_request(table: SlotTable) -> None:
+    table.admit(admission(A, first=10, width=5))
+    table.admit(admission(B, first=40))
+    row = table.progress(A).index
+    table.survival[row] = 0.25
+    table.release(A)
+    table.admit(admission(C, first=60, width=1))
+    slot = table.progress(C)
+    assert slot.index == row
+    assert table.survival[row].item() == 1.0
+    assert table.tables[row, 0].tolist() == [60, *[SCRATCH] * 4]
+    assert A not in table
+
+
+def test_a_grant_is_appended_to_every_plane(table: SlotTable) -> None:
+    table.admit(admission(A, first=0, width=2))
+    table.grant(A, ((30,), (31,), (32,)))
+    slot = table.progress(A)
+    assert slot.capacity == 12
+    assert table.tables[slot.index, :, 2].tolist() == [30, 31, 32]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (((1,), (2,)), "2 planes, not 3"),
+        (tuple((1, 2, 3, 4, 5, 6) for _ in range(3)), "more than 5 blocks"),
+        (((1,), (2,), (SCRATCH,)), "beyond the 90"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_and_takes_no_slot(
+    table: SlotTable, tables: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        table.admit(Admission(A, (1,), tables, RngKey(0), 0.0, 1.0, -1))
+    assert len(table) == 0
+    table.admit(admission(A))
+    table.admit(admission(B, first=40))
+    with pytest.raises(ProtocolError, match="all 2 slots"):
+        table.admit(admission(C, first=60))
+    assert len(table) == 2
+
+
+def test_a_prompt_longer_than_the_model_is_refused(table: SlotTable) -> None:
+    with pytest.raises(ProtocolError, match="prompt of 21 tokens"):
+        table.admit(admission(A, prompt=tuple(range(21))))
+
+
+def test_unknown_requests_are_named(table: SlotTable) -> None:
+    with pytest.raises(ProtocolError, match="a#1 has no slot"):
+        table.progress(A)
+    table.release(A)
+    assert len(table) == 0
+
+
+def test_clear_frees_every_slot(table: SlotTable) -> None:
+    table.admit(admission(A))
+    table.admit(admission(B, first=40))
+    table.clear()
+    assert table.keys() == ()
+    table.admit(admission(C))
+    table.admit(admission(B, first=40))
+    assert repr(table) == "<SlotTable 2 live, 0 free>"
