@@ -21,7 +21,7 @@ from protocol.errors import DeadlineError, LoopmeshError, WorkerLostError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ray.actor import ActorClass, ActorHandle, ActorProxy
+    from ray.actor import ActorClass, ActorHandle
     from ray.util.placement_group import PlacementGroup
 
     from protocol.config import Configuration
@@ -38,7 +38,7 @@ class _Placed:
     lane: str
     place: PlacementGroup
     secret: str
-    actor: ActorProxy[WorkerActor] | None = None
+    actor: ActorHandle[Any] | None = None
     pid: int | None = None
 
 
@@ -97,7 +97,7 @@ class RayWorkers:
         self.executors.clear()
         for item in self._placed:
             if item.actor is not None:
-                ray.kill(cast("ActorHandle[WorkerActor]", item.actor))
+                ray.kill(item.actor)
             remove_placement_group(item.place)
         self._await_removal()
         self._placed.clear()
@@ -114,7 +114,7 @@ class RayWorkers:
             self._placed.append(_Placed(lane, place, new_secret()))
         for item in self._placed:
             await_place(item.place, settings)
-        starting = []
+        starting: list[Any] = []
         for item in self._placed:
             item.actor = self._create(item)
             starting.append(item.actor.start.remote(None))
@@ -124,7 +124,7 @@ class RayWorkers:
                 f"{host}:{port}", item.secret, 1, settings, settings.start_timeout
             )
 
-    def _create(self, item: _Placed) -> ActorProxy[WorkerActor]:
+    def _create(self, item: _Placed) -> ActorHandle[Any]:
         settings = self._configuration.cluster
         remote: ActorClass[WorkerActor] = ray.remote(WorkerActor).options(
             num_cpus=settings.num_cpus,
@@ -134,10 +134,9 @@ class RayWorkers:
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=item.place),
         )
         worker = self._configuration.worker.model_dump_json()
-        actor: ActorProxy[WorkerActor] = remote.remote(
-            worker, settings.model_dump_json(), item.secret
-        )
-        return actor
+        actor = remote.remote(worker, settings.model_dump_json(), item.secret)
+        # Methods of a plain class have no `.remote` for a type checker; Ray adds it.
+        return cast("ActorHandle[Any]", actor)
 
     def _await_start(self, started: Any) -> tuple[str, int, int]:  # noqa: ANN401 (an ObjectRef)
         timeout = self._configuration.cluster.start_timeout

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from cluster.drivers import AsyncDriver
 from cluster.output_stream import OutputStream
-from cluster.ray_workers import RayWorkers
+from cluster.workers import open_workers
 from protocol import errors
 from protocol.errors import LoopmeshError, OverloadedError, WorkerLostError
 from scheduler.engine import Engine
@@ -23,6 +23,7 @@ from scheduler.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection
 
+    from cluster.workers import ExecutorKind, Workers
     from protocol.config import Configuration
     from protocol.profile import ModelProfile
     from protocol.sampling import SamplingParams
@@ -41,9 +42,10 @@ class Refusal:
 
     def error(self) -> LoopmeshError:
         """The exception it stands for."""
-        cls = getattr(errors, self.kind, LoopmeshError)
-        error = cls(self.message)
-        return error if isinstance(error, LoopmeshError) else LoopmeshError(self.message)
+        cls = getattr(errors, self.kind, None)
+        if isinstance(cls, type) and issubclass(cls, LoopmeshError):
+            return cls(self.message)
+        return LoopmeshError(self.message)
 
 
 @dataclass(slots=True)
@@ -58,23 +60,24 @@ class _Consumer:
 class SchedulerActor:
     """Owner: its host. Mutated only by: its methods, all on one event loop."""
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: Configuration, executor: ExecutorKind = "ray") -> None:
         self._configuration = configuration
+        self._executor = executor
         self._engine = Engine(configuration.scheduler)
         self._consumers: dict[str, _Consumer] = {}
         self._consumer_of: dict[str, str] = {}
-        self._workers: RayWorkers | None = None
+        self._workers: Workers | None = None
         self._driver: AsyncDriver | None = None
         self._reaper: asyncio.Task[None] | None = None
         self._model: ModelProfile
         self._last_result = self._moved = 0.0
 
     async def open(self) -> None:
-        """Start the workers and the driver. Raises what RayWorkers.open raises."""
+        """Start the workers and the driver. Raises what open_workers raises."""
         settings = self._configuration.cluster
         # Starting workers blocks for seconds, and Ray forbids blocking its actors' event loop.
         self._workers = await asyncio.to_thread(
-            RayWorkers.open, self._configuration, settings.num_workers
+            open_workers, self._configuration, self._executor, settings.num_workers
         )
         self._model = next(iter(self._workers.executors.values())).profile().model
         self._driver = AsyncDriver(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 
-import ray
 import ray.util
 
 from cluster.plan_stream import PlanStreamServer
@@ -30,7 +29,6 @@ class WorkerActor:
         self._executor: LocalExecutor | None = None
         self._server: PlanStreamServer | None = None
 
-    @ray.method
     def start(self, host: str | None = None) -> tuple[str, int, int]:
         """Load the model and listen; returns host, port and process id.
 
@@ -45,7 +43,6 @@ class WorkerActor:
         self._server = PlanStreamServer(self._executor, self._secret, self._settings)
         return host, self._server.start(host), os.getpid()
 
-    @ray.method
     def close(self) -> None:
         """End the stream, close the port and free the device; idempotent, safe half-started."""
         if self._server is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from protocol.errors import ConfigError
@@ -23,6 +24,10 @@ class Workers(Protocol):
     def executors(self) -> Mapping[str, Executor]:
         """One executor a lane."""
 
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process that each lane's worker runs in."""
+
     def close(self) -> None:
         """Give everything back; idempotent."""
 
@@ -38,6 +43,11 @@ class LocalWorker:
     def executors(self) -> Mapping[str, Executor]:
         """The one lane."""
         return {"lane-0": self._executor}
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """This process."""
+        return {"lane-0": os.getpid()}
 
     def close(self) -> None:
         """Shut the worker down; idempotent."""

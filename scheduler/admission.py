@@ -1,0 +1,82 @@
+"""What a request must fulfil before the engine takes it; nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.errors import CapacityError, RequestError
+from protocol.identity import MAX_REQUEST_ID_LENGTH
+from protocol.rng import MAX_SEED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from protocol.profile import ModelProfile
+    from protocol.sampling import SamplingParams
+    from scheduler.lane import Lane
+
+
+def check_request_id(request_id: object) -> None:
+    """Raise RequestError unless the id is text of an allowed length."""
+    if type(request_id) is not str or not 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH:
+        limit = MAX_REQUEST_ID_LENGTH
+        raise RequestError(
+            f"request id {request_id!r:.80} is not a text of 1 to {limit} characters"
+        )
+
+
+def checked_prompt(prompt: Sequence[int], model: ModelProfile) -> tuple[int, ...]:
+    """The prompt's token ids. Raises RequestError unless each is an int of the vocabulary."""
+    try:
+        tokens = tuple(prompt)
+    except TypeError as error:
+        raise RequestError(f"the prompt is {prompt!r:.80}, not a list of token ids") from error
+    if not tokens:
+        raise RequestError("the prompt is empty: send at least one token")
+    for index, token in enumerate(tokens):
+        # bool is a subclass of int, and True would silently become token 1.
+        if type(token) is not int or not 0 <= token < model.vocab_size:
+            raise RequestError(
+                f"prompt token {index} is {token!r:.80}, not an int in [0, {model.vocab_size})"
+            )
+    return tokens
+
+
+def check_params(params: SamplingParams, seed: int, model: ModelProfile) -> None:
+    """Raise RequestError for bounds that the model does not have, or a seed out of range."""
+    for name, loops in (("min_loops", params.min_loops), ("max_loops", params.max_loops)):
+        if loops is not None and loops > model.max_loops:
+            raise RequestError(
+                f"{name} {loops} exceeds the {model.max_loops} loops of {model.name}; "
+                f"ask for at most {model.max_loops}"
+            )
+    for token in params.stop_token_ids:
+        if token >= model.vocab_size:
+            raise RequestError(f"stop token {token} is not in [0, {model.vocab_size})")
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise RequestError(f"seed {seed!r:.80} is not an int in [0, 2**63)")
+
+
+def check_room(
+    num_prompt: int, params: SamplingParams, model: ModelProfile, lanes: Iterable[Lane]
+) -> None:
+    """Raise RequestError or CapacityError if the request could never run, even alone."""
+    num_tokens = num_prompt + params.max_tokens - 1
+    if num_tokens > model.max_positions:
+        raise RequestError(
+            f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} need {num_tokens} "
+            f"positions, {model.name} has {model.max_positions}: shorten the prompt or lower "
+            f"max_tokens to at most {max(model.max_positions - num_prompt + 1, 0)}"
+        )
+    if not any(could_hold(lane, num_tokens) for lane in lanes):
+        lane = max(lanes, key=lambda lane: lane.kv.total_blocks)
+        raise CapacityError(
+            f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} need "
+            f"{lane.blocks_needed(num_tokens)} KV blocks, the largest worker has "
+            f"{lane.kv.total_blocks}: shorten the request or give the worker more blocks"
+        )
+
+
+def could_hold(lane: Lane, num_tokens: int) -> bool:
+    """Whether the lane, were it empty, had blocks for `num_tokens` tokens."""
+    return lane.blocks_needed(num_tokens) <= lane.kv.total_blocks

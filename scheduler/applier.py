@@ -1,0 +1,149 @@
+"""The applier: turns one plan's result into progress of requests and ordered outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from protocol.exit_rule import FinishReason, finish_reason
+from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
+from scheduler.output import output_since
+from scheduler.states import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from protocol.identity import RequestKey
+    from protocol.plan import ExecutionPlan, Step
+    from protocol.profile import ModelProfile
+    from protocol.result import PlanResult, StepResult
+    from scheduler.output import RequestOutput
+    from scheduler.request import Request
+    from scheduler.stats import Totals
+
+Place: TypeAlias = tuple[int, ...]
+"""Where a row stands in its request, as plan and result both name it: the prefilled end, the
+position, (position, depth), or the output index."""
+
+
+class ResultApplier:
+    """Applies the result of one plan. Owner: Engine.apply. Mutated only by: run.
+
+    A row counts only if the plan asked for exactly it and its request is still live. Rows of
+    requests that ended meanwhile are discarded; all others are stale. Neither is ever raised: what
+    a worker sends late or wrong must not disturb the other requests.
+    """
+
+    def __init__(
+        self,
+        requests: Mapping[RequestKey, Request],
+        plan: ExecutionPlan,
+        model: ModelProfile,
+        totals: Totals,
+    ) -> None:
+        self._requests = requests
+        self._plan = plan
+        self._model = model
+        self._totals = totals
+        self._starts: dict[RequestKey, int] = {}
+
+    def run(self, result: PlanResult) -> list[RequestOutput]:
+        """Apply every row, in the plan's order; the new tokens and ends of each request."""
+        messages = {row.key: row.message for row in result.failed}
+        for index, step in enumerate(self._plan.steps):
+            answer = result.steps[index] if index < len(result.steps) else None
+            self._apply_step(step, answer, messages)
+        for answer in result.steps[len(self._plan.steps) :]:
+            self._totals.stale_rows += len(answer.keys)
+        # What is left failed after all its rows were answered, or is no request of this plan.
+        known = {key for step in self._plan.steps for key in step.keys}
+        for key, message in messages.items():
+            if key in known:
+                self._fail(key, message)
+            else:
+                self._totals.stale_rows += 1
+        return [output_since(self._requests[key], start) for key, start in self._starts.items()]
+
+    def _apply_step(
+        self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
+    ) -> None:
+        due = _planned(step)
+        for row, (key, place) in enumerate(_answered(step, answer)):
+            if due.get(key) != place:
+                self._totals.stale_rows += 1
+                continue
+            del due[key]
+            request = self._requests.get(key)
+            if request is None or not request.is_live:
+                self._totals.discarded_rows += 1
+            elif answer is not None and not self._advance(request, answer, row):
+                self._totals.stale_rows += 1
+                due[key] = place
+        stage = type(step).__name__.removesuffix("Batch")
+        for key in due:
+            message = f"the answer to plan {self._plan.seq} lacks its {stage} row"
+            self._fail(key, messages.pop(key, message))
+
+    def _advance(self, request: Request, answer: StepResult, row: int) -> bool:
+        """Move a request on by one row; False for a token that the model does not have."""
+        match answer:
+            case PrefillResult(_, ends):
+                request.prefill_to(ends[row])
+            case PreludeResult():
+                request.embed()
+            case RecurrentResult(_, _, _, survivals):
+                request.loop(survivals[row])
+            case CodaResult(_, _, tokens):
+                if tokens[row] >= self._model.vocab_size:
+                    return False
+                self._append(request, tokens[row])
+        return True
+
+    def _append(self, request: Request, token: int) -> None:
+        self._starts.setdefault(request.key, len(request.tokens))
+        request.append(token)
+        reason = finish_reason(
+            token,
+            len(request.tokens),
+            stop_ids=request.stop_ids,
+            eos_ids=self._model.eos_ids,
+            ignore_eos=request.params.ignore_eos,
+            max_tokens=request.params.max_tokens,
+        )
+        if reason is not None:
+            request.end(Event.FINISH, reason)
+
+    def _fail(self, key: RequestKey, message: str) -> None:
+        request = self._requests.get(key)
+        if request is not None and request.is_live:
+            self._starts.setdefault(key, len(request.tokens))
+            request.end(Event.FAIL, FinishReason.ERROR, message)
+
+
+def _planned(step: Step) -> dict[RequestKey, Place]:
+    """The rows of a step, each with its place."""
+    match step:
+        case PrefillBatch(keys, starts, counts):
+            ends = (start + count for start, count in zip(starts, counts, strict=True))
+            return dict(zip(keys, zip(ends), strict=True))
+        case PreludeBatch(keys, positions, _):
+            return dict(zip(keys, zip(positions), strict=True))
+        case RecurrentBatch(keys, positions, depths):
+            return dict(zip(keys, zip(positions, depths, strict=True), strict=True))
+        case CodaBatch(keys, _, _, output_indices):
+            return dict(zip(keys, zip(output_indices), strict=True))
+
+
+def _answered(step: Step, answer: StepResult | None) -> list[tuple[RequestKey, Place]]:
+    """The rows of an answer, each with its place; a place of another stage's answer is ()."""
+    match step, answer:
+        case PrefillBatch(), PrefillResult(keys, ends):
+            return list(zip(keys, zip(ends), strict=True))
+        case PreludeBatch(), PreludeResult(keys, positions):
+            return list(zip(keys, zip(positions), strict=True))
+        case RecurrentBatch(), RecurrentResult(keys, positions, depths, _):
+            return list(zip(keys, zip(positions, depths, strict=True), strict=True))
+        case CodaBatch(), CodaResult(keys, output_indices, _):
+            return list(zip(keys, zip(output_indices), strict=True))
+        case _:
+            return [(key, ()) for key in answer.keys] if answer is not None else []

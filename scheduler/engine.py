@@ -1,0 +1,257 @@
+"""Engine: every decision about requests, and not one wait.
+
+for lane, plan in engine.plan(now):         # what each worker is to run next
+    submission = executors[lane].submit(plan)
+outputs = engine.apply(lane, result, now)   # what came of it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from protocol.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    OverloadedError,
+    WorkerLostError,
+)
+from protocol.exit_rule import FinishReason
+from protocol.identity import RequestKey
+from scheduler.admission import (
+    check_params,
+    check_request_id,
+    check_room,
+    checked_prompt,
+    could_hold,
+)
+from scheduler.applier import ResultApplier
+from scheduler.lane import Lane
+from scheduler.output import end_of
+from scheduler.placement import LoadLedger, choose_lane
+from scheduler.request import Request
+from scheduler.rng_registry import RngRegistry
+from scheduler.states import Event, State
+from scheduler.stats import EngineStats, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from protocol.config import SchedulerSettings
+    from protocol.plan import ExecutionPlan
+    from protocol.profile import ModelProfile, WorkerProfile
+    from protocol.result import PlanResult
+    from protocol.sampling import SamplingParams
+    from scheduler.output import RequestOutput
+
+
+class Engine:
+    """Requests, lanes and what is in flight. Owner: one driver. Mutated only by: its thread.
+
+    Time comes in as `now`, in seconds of any monotonic clock; seeds come in resolved.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._lanes: dict[str, Lane] = {}
+        self._epochs: dict[str, int] = {}
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._rng = RngRegistry()
+        self._ledger = LoadLedger()
+        self._totals = Totals()
+        self._generation = 0
+        self._last_applied: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Engine {len(self._lanes)} lanes, {len(self._waiting)} waiting, "
+            f"{len(self._requests)} requests>"
+        )
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The names of the open lanes, in the order they were added."""
+        return tuple(self._lanes)
+
+    def add_lane(self, lane: str, epoch: int, profile: WorkerProfile) -> None:
+        """Open a lane over one epoch of a worker.
+
+        Raises ConfigError for a name in use, an epoch that is not newer than the name's last, a
+        model other than that of the open lanes, or planes that are not one a depth.
+        """
+        if lane in self._lanes:
+            raise ConfigError(f"lane {lane} is open already: close it first")
+        if epoch <= self._epochs.get(lane, 0):
+            raise ConfigError(f"lane {lane}: epoch {epoch} is not after {self._epochs[lane]}")
+        if profile.planes != profile.model.max_loops:
+            raise ConfigError(
+                f"lane {lane}: {profile.planes} planes for {profile.model.max_loops} loops; "
+                "the LAST_EXITED layout needs one plane a depth"
+            )
+        for other in self._lanes.values():
+            if other.profile.model.fingerprint != profile.model.fingerprint:
+                raise ConfigError(
+                    f"lane {lane} serves model {profile.model.fingerprint}, lane {other.name} "
+                    f"{other.profile.model.fingerprint}: give every worker the same model"
+                )
+        self._lanes[lane] = Lane(lane, epoch, profile, self._settings)
+        self._epochs[lane] = epoch
+
+    def close_lane(self, lane: str, reason: str) -> list[RequestOutput]:
+        """Drop a lane whole, with all that its worker held; an unknown lane is none.
+
+        Its requests end with ERROR, and so do waiting ones that no lane left could ever hold.
+        """
+        closed = self._lanes.pop(lane, None)
+        if closed is None:
+            return []
+        message = f"{lane} was closed: {reason}"
+        ended = []
+        for request in closed.requests.values():
+            if request.is_live:
+                request.end(Event.LOST, FinishReason.ERROR, message)
+                ended.append(request)
+            else:
+                request.close(Event.LOST)
+            self._forget(request)
+            self._ledger.settle(request, lane)
+        self._ledger.close(lane)
+        for request in tuple(self._waiting):
+            if not self._could_run(request):
+                self._waiting.remove(request)
+                no_lane = f"{message}; no worker is left that could run this request"
+                request.end(Event.LOST, FinishReason.ERROR, no_lane)
+                self._forget(request)
+                ended.append(request)
+        return self._emit([end_of(request) for request in ended], closed.profile.model)
+
+    def add(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int
+    ) -> RequestKey:
+        """Queue a request; the key names this life of its id.
+
+        Raises RequestError for a request that is wrong in itself, CapacityError for one that no
+        worker could hold, DuplicateRequestError while the id is in use, OverloadedError when the
+        queue is full, WorkerLostError without a lane. A refused request leaves no trace.
+        """
+        check_request_id(request_id)
+        model = self._model()
+        if request_id in self._requests:
+            raise DuplicateRequestError(
+                f"request id {request_id!r} is in use: wait for its end or take another id"
+            )
+        tokens = checked_prompt(prompt, model)
+        check_params(params, seed, model)
+        check_room(len(tokens), params, model, self._lanes.values())
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests are waiting, which is max_waiting: try again later"
+            )
+        self._generation += 1
+        request = Request.create(RequestKey(request_id, self._generation), tokens, params, model)
+        self._rng.acquire(request_id, seed)
+        self._requests[request_id] = request
+        self._waiting.append(request)
+        return request.key
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """Give a request up, wherever it stands; an unknown or ended one is none.
+
+        What its worker holds comes back once the plan that carries its release is answered.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.is_live:
+            return []
+        waiting = request.state is State.WAITING
+        request.end(Event.ABORT, FinishReason.ABORT)
+        if waiting:
+            self._waiting.remove(request)
+            self._forget(request)
+        elif request.lane is not None:
+            self._give_up(request, self._lanes[request.lane])
+        return self._emit([end_of(request)], self._model())
+
+    def plan(self, now: float) -> list[tuple[str, ExecutionPlan]]:
+        """Place waiting requests, then the next plan of each lane that has none in flight."""
+        self._place()
+        plans = ((lane.name, lane.next_plan(now)) for lane in self._lanes.values())
+        return [(name, plan) for name, plan in plans if plan is not None]
+
+    def apply(self, lane: str, result: PlanResult, now: float) -> list[RequestOutput]:
+        """Apply a result; one that answers no plan in flight is counted and dropped."""
+        source = self._lanes.get(lane)
+        plan = source.take_plan(result) if source is not None else None
+        if source is None or plan is None:
+            self._totals.stale_results += 1
+            return []
+        self._last_applied = now
+        model = source.profile.model
+        outputs = ResultApplier(source.requests, plan, model, self._totals).run(result)
+        for request in source.requests.values():
+            self._ledger.settle(request, lane)
+        for key in plan.releases:
+            request = source.requests[key]
+            source.release(request)
+            self._forget(request)
+        return self._emit(outputs, model)
+
+    def has_work(self) -> bool:
+        """Whether a request is live, a plan in flight or a release not yet acknowledged."""
+        return bool(self._waiting) or any(lane.is_busy for lane in self._lanes.values())
+
+    def stats(self) -> EngineStats:
+        """The engine and its lanes now, and all totals."""
+        lanes = tuple(lane.stats(self._ledger.load(lane.name)) for lane in self._lanes.values())
+        return EngineStats(
+            waiting=len(self._waiting),
+            running=sum(lane.running for lane in lanes),
+            releasing=sum(lane.releasing for lane in lanes),
+            free_blocks=sum(lane.kv.free_blocks for lane in lanes),
+            total_blocks=sum(lane.kv.total_blocks for lane in lanes),
+            rng_keys=len(self._rng),
+            tokens=self._totals.tokens,
+            loops=self._totals.loops,
+            loops_saved=self._totals.loops_saved,
+            finished=dict(self._totals.finished),
+            stale_results=self._totals.stale_results,
+            stale_rows=self._totals.stale_rows,
+            discarded_rows=self._totals.discarded_rows,
+            last_applied=self._last_applied,
+            lanes=lanes,
+        )
+
+    def _model(self) -> ModelProfile:
+        for lane in self._lanes.values():
+            return lane.profile.model
+        raise WorkerLostError("no worker is available: start one, or wait for one to come back")
+
+    def _place(self) -> None:
+        """Give waiting requests to lanes, strictly in the order of their arrival."""
+        while self._waiting:
+            request = self._waiting[0]
+            lane = choose_lane(self._lanes.values(), request.capacity_tokens, self._ledger)
+            if lane is None:
+                return
+            self._waiting.popleft()
+            lane.admit(request, self._rng.key(request.key.request_id))
+            self._ledger.settle(request, lane.name)
+
+    def _could_run(self, request: Request) -> bool:
+        lanes = self._lanes.values()
+        return any(could_hold(lane, request.capacity_tokens) for lane in lanes)
+
+    def _give_up(self, request: Request, lane: Lane) -> None:
+        """A placed request was aborted: release it now if its worker never heard of it."""
+        self._ledger.settle(request, lane.name)
+        if lane.holds_unsent(request):
+            lane.release(request)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.key.request_id]
+        self._rng.drop(request.key.request_id)
+
+    def _emit(self, outputs: list[RequestOutput], model: ModelProfile) -> list[RequestOutput]:
+        self._totals.count(outputs, model.max_loops)
+        return outputs

@@ -1,0 +1,139 @@
+"""Lane: the scheduler's side of one worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.plan import Admission, ExecutionPlan
+from scheduler.kv_manager import KVManager
+from scheduler.planner import plan_steps
+from scheduler.states import Event, State
+from scheduler.stats import LaneStats
+
+if TYPE_CHECKING:
+    from protocol.config import SchedulerSettings
+    from protocol.identity import RequestKey
+    from protocol.profile import WorkerProfile
+    from protocol.result import PlanResult
+    from protocol.rng import RngKey
+    from scheduler.request import Request
+
+
+class Lane:
+    """One epoch of one worker. Owner: Engine. Mutated only by: Engine.
+
+    `requests` are those that hold a slot and blocks here, in the order of their placement, also
+    the ended ones until the plan that carried their release is answered. One plan is in flight at
+    a time.
+    """
+
+    def __init__(
+        self, name: str, epoch: int, profile: WorkerProfile, settings: SchedulerSettings
+    ) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.profile = profile
+        self.kv = KVManager(profile)
+        self.requests: dict[RequestKey, Request] = {}
+        self._settings = settings
+        # A decode step has a row for every slot, so slots beyond the largest step are not used.
+        self._num_slots = min(profile.num_slots, profile.max_step_tokens)
+        self._admissions: dict[RequestKey, Admission] = {}
+        self._in_flight: ExecutionPlan | None = None
+        self._planned_at: float | None = None
+        self._seq = 0
+
+    def __repr__(self) -> str:
+        flight = f"plan {self._seq} in flight" if self._in_flight else "idle"
+        return f"<Lane {self.name} epoch {self.epoch}: {len(self.requests)} requests, {flight}>"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan is in flight or the worker still holds a request."""
+        return self._in_flight is not None or bool(self.requests)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks, over all planes, of a request of `num_tokens` tokens."""
+        return self.kv.cost(num_tokens).blocks
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a slot, and blocks for `num_tokens` tokens, are free now."""
+        return len(self.requests) < self._num_slots and self.kv.fits(self.kv.cost(num_tokens))
+
+    def admit(self, request: Request, rng: RngKey) -> None:
+        """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
+
+        Raises OverloadedError, and changes nothing, when the blocks are not free.
+        """
+        tables = self.kv.commit(request.key, self.kv.cost(request.capacity_tokens))
+        request.place(self.name)
+        self.requests[request.key] = request
+        self._admissions[request.key] = Admission(
+            key=request.key,
+            prompt=request.prompt,
+            tables=tables,
+            rng=rng,
+            temperature=request.params.temperature,
+            top_p=request.params.top_p,
+            top_k=request.params.top_k,
+        )
+
+    def holds_unsent(self, request: Request) -> bool:
+        """Whether the worker has never heard of the request."""
+        return request.key in self._admissions
+
+    def release(self, request: Request) -> None:
+        """Take slot and blocks of an ended request back."""
+        request.close(Event.RELEASED)
+        self._admissions.pop(request.key, None)
+        del self.requests[request.key]
+        self.kv.release(request.key)
+
+    def next_plan(self, now: float) -> ExecutionPlan | None:
+        """What the worker is to run next; None while a plan is in flight or there is nothing."""
+        if self._in_flight is not None:
+            return None
+        requests = list(self.requests.values())
+        releases = tuple(r.key for r in requests if r.state is State.RELEASING)
+        steps = plan_steps(
+            requests,
+            chunk_size=self._settings.prefill_chunk_size,
+            max_prefill_tokens=min(self._settings.max_prefill_tokens, self.profile.max_step_tokens),
+        )
+        if not (releases or steps):
+            return None
+        # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
+        starting = [key for step in steps for key in step.keys if key in self._admissions]
+        self._seq += 1
+        self._in_flight = ExecutionPlan(
+            epoch=self.epoch,
+            seq=self._seq,
+            releases=releases,
+            admits=tuple(self._admissions.pop(key) for key in starting),
+            steps=steps,
+        )
+        self._planned_at = now
+        return self._in_flight
+
+    def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
+        """The plan that `result` answers, no longer in flight; None for any other result."""
+        plan = self._in_flight
+        if plan is None or (result.epoch, result.seq) != (plan.epoch, plan.seq):
+            return None
+        self._in_flight = self._planned_at = None
+        return plan
+
+    def stats(self, load: int) -> LaneStats:
+        """The lane now; `load` is what the ledger says of it."""
+        running = sum(request.is_live for request in self.requests.values())
+        return LaneStats(
+            name=self.name,
+            epoch=self.epoch,
+            running=running,
+            releasing=len(self.requests) - running,
+            free_slots=self._num_slots - len(self.requests),
+            kv=self.kv.stats(),
+            load=load,
+            plans=self._seq,
+            in_flight_since=self._planned_at,
+        )

@@ -1,0 +1,45 @@
+"""RequestOutput: what leaves the engine, in order for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from protocol.exit_rule import FinishReason
+    from protocol.identity import RequestKey
+    from scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request, in order, or its end, or both.
+
+    `start_index` is the output index of `tokens[0]`; `exit_depths` has one 1-based entry a token.
+    The outputs of a request follow each other without a gap, and exactly one of them, the last,
+    has a `finish_reason`. `error` is set if and only if that is ERROR.
+    """
+
+    key: RequestKey
+    start_index: int
+    tokens: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    finish_reason: FinishReason | None
+    error: str | None
+
+
+def output_since(request: Request, start_index: int) -> RequestOutput:
+    """The outputs of a request from `start_index` on, and its end if it has come."""
+    return RequestOutput(
+        key=request.key,
+        start_index=start_index,
+        tokens=tuple(request.tokens[start_index:]),
+        exit_depths=tuple(request.exit_depths[start_index:]),
+        finish_reason=request.finish_reason,
+        error=request.error,
+    )
+
+
+def end_of(request: Request) -> RequestOutput:
+    """The end of a request, without new tokens."""
+    return output_since(request, len(request.tokens))

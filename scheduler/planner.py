@@ -1,0 +1,81 @@
+"""The steps of the next plan, from how far each request has come.
+
+A row that exited passes CODA, PRELUDE and its first loop in one plan, because the sampled token
+stays in the worker's slot: a token takes exactly as many plans as its exit depth. If the token
+turns out to end the request, what ran after its CODA is discarded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.stage import Stage
+from scheduler.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from protocol.plan import Step
+    from scheduler.request import Request
+
+
+def plan_steps(
+    requests: Sequence[Request], *, chunk_size: int, max_prefill_tokens: int
+) -> tuple[Step, ...]:
+    """CODA, PRELUDE, PREFILL, RECURRENT, without those that have no row.
+
+    Every decoding request has a row, whatever the prompts of others need. Rows keep the order of
+    `requests`.
+    """
+    decoding = [request for request in requests if request.state is State.DECODING]
+    exited = [request for request in decoding if request.stage is Stage.CODA]
+    going_on = [request for request in exited if not request.is_last_output]
+    looping = [r for r in decoding if r.stage is Stage.RECURRENT or not r.is_last_output]
+    steps: tuple[Step, ...] = (
+        _coda(exited),
+        _prelude(going_on),
+        _prefill(requests, chunk_size, max_prefill_tokens),
+        _recurrent(looping),
+    )
+    return tuple(step for step in steps if step.keys)
+
+
+def _coda(exited: Iterable[Request]) -> CodaBatch:
+    rows = [(r.key, r.position, r.loops_done, len(r.tokens)) for r in exited]
+    keys, positions, exit_depths, output_indices = zip(*rows, strict=True) if rows else ((),) * 4
+    return CodaBatch(keys, positions, exit_depths, output_indices)
+
+
+def _prelude(going_on: Sequence[Request]) -> PreludeBatch:
+    return PreludeBatch(
+        keys=tuple(request.key for request in going_on),
+        positions=tuple(request.position + 1 for request in going_on),
+        tokens=(SLOT_TOKEN,) * len(going_on),
+    )
+
+
+def _recurrent(looping: Iterable[Request]) -> RecurrentBatch:
+    rows = [
+        (r.key, r.position + 1, 0) if r.stage is Stage.CODA else (r.key, r.position, r.loops_done)
+        for r in looping
+    ]
+    keys, positions, depths = zip(*rows, strict=True) if rows else ((),) * 3
+    return RecurrentBatch(keys, positions, depths)
+
+
+def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> PrefillBatch:
+    """Chunks in the order of arrival, until `max_tokens` are planned.
+
+    Example: chunk size 4, 6 tokens; A has 4 of 10, B 0 of 3 -> A [4, 8), B [0, 2).
+    """
+    keys, starts, counts = [], [], []
+    budget = max_tokens
+    for request in requests:
+        if request.state is State.PREFILL and budget > 0:
+            count = min(budget, chunk_size, len(request.prompt) - request.prefilled)
+            keys.append(request.key)
+            starts.append(request.prefilled)
+            counts.append(count)
+            budget -= count
+    return PrefillBatch(tuple(keys), tuple(starts), tuple(counts))

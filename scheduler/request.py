@@ -1,0 +1,140 @@
+"""Request: how far one life of a public request has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from protocol.exit_rule import FinishReason, exits, survival_bound
+from protocol.stage import Stage
+from scheduler.states import Event, State, next_state
+
+if TYPE_CHECKING:
+    from protocol.identity import RequestKey
+    from protocol.profile import ModelProfile
+    from protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Progress of one request. Owner: Engine. Mutated only by: its own methods, on one thread.
+
+    With P prompt tokens, output i is sampled from the token at position P + i - 1 and sits itself
+    at position P + i; the last output is never run, so it needs no KV. `full_depth` is the loops
+    of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
+    `loops_done` counts the loops of the token at `position`; `stage` is set while DECODING.
+    """
+
+    key: RequestKey
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    full_depth: int
+    max_loops: int
+    bound: float
+    stop_ids: frozenset[int]
+    state: State = State.WAITING
+    stage: Stage | None = None
+    lane: str | None = None
+    prefilled: int = 0
+    loops_done: int = 0
+    tokens: list[int] = field(default_factory=list)
+    exit_depths: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @classmethod
+    def create(
+        cls, key: RequestKey, prompt: tuple[int, ...], params: SamplingParams, model: ModelProfile
+    ) -> Request:
+        """A waiting request, with the model's defaults filled in where `params` leaves them."""
+        threshold = params.exit_threshold
+        return cls(
+            key=key,
+            prompt=prompt,
+            params=params,
+            full_depth=model.max_loops,
+            max_loops=model.max_loops if params.max_loops is None else params.max_loops,
+            bound=survival_bound(model.exit_threshold if threshold is None else threshold),
+            stop_ids=frozenset(params.stop_token_ids),
+        )
+
+    def __repr__(self) -> str:
+        stage = f" {self.stage.name}" if self.stage else ""
+        return (
+            f"<Request {self.key} {self.state.name}{stage} prefilled={self.prefilled}/"
+            f"{len(self.prompt)} tokens={len(self.tokens)}/{self.params.max_tokens} "
+            f"loops={self.loops_done}>"
+        )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more outputs may come of it."""
+        return self.state in (State.WAITING, State.PREFILL, State.DECODING)
+
+    @property
+    def position(self) -> int:
+        """The token that is in work; before the first output, the last of the prompt."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that need KV.
+
+        Example: 5 prompt tokens and max_tokens 3 -> 7, since the last output is never run.
+        """
+        return len(self.prompt) + self.params.max_tokens - 1
+
+    @property
+    def is_last_output(self) -> bool:
+        """Whether the next output is the last that is allowed."""
+        return len(self.tokens) + 1 >= self.params.max_tokens
+
+    def place(self, lane: str) -> None:
+        """A lane has taken the request."""
+        self._to(Event.PLACE)
+        self.lane = lane
+
+    def prefill_to(self, end: int) -> None:
+        """Prompt tokens [0, end) are through every depth; the last one waits for its CODA."""
+        if end == len(self.prompt):
+            self._to(Event.PROMPT)
+            self.stage = Stage.CODA
+            self.loops_done = self.full_depth
+        self.prefilled = end
+
+    def append(self, token: int) -> None:
+        """The next output, sampled after `loops_done` loops."""
+        self.tokens.append(token)
+        self.exit_depths.append(self.loops_done)
+        self.stage = Stage.PRELUDE
+
+    def embed(self) -> None:
+        """The token at `position` is embedded and starts at depth 0."""
+        self.loops_done = 0
+        self.stage = Stage.RECURRENT
+
+    def loop(self, survival: float) -> None:
+        """One more loop is done; the exit rule says whether the token leaves after it."""
+        self.loops_done += 1
+        leaves = exits(
+            self.loops_done,
+            survival,
+            min_loops=self.params.min_loops,
+            max_loops=self.max_loops,
+            bound=self.bound,
+        )
+        self.stage = Stage.CODA if leaves else Stage.RECURRENT
+
+    def end(self, event: Event, reason: FinishReason, error: str | None = None) -> None:
+        """End a live request; `error` goes with reason ERROR."""
+        self._to(event)
+        self.stage = None
+        self.finish_reason = reason
+        self.error = error
+
+    def close(self, event: Event) -> None:
+        """A request that has ended holds nothing any more."""
+        self._to(event)
+
+    def _to(self, event: Event) -> None:
+        self.state = next_state(self.state, event)

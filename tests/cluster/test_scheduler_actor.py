@@ -1,0 +1,234 @@
+"""SchedulerActor and EngineClient on one loop, over the real engine and a local worker."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.engine_client import EngineClient
+from cluster.output_stream import OutputStream
+from cluster.scheduler_actor import Refusal, SchedulerActor
+from protocol.config import (
+    ApiSettings,
+    CacheSettings,
+    Configuration,
+    SchedulerSettings,
+    WorkerSettings,
+)
+from protocol.errors import (
+    CapacityError,
+    LoopmeshError,
+    OverloadedError,
+    RequestError,
+    WorkerLostError,
+)
+from protocol.exit_rule import FinishReason
+from protocol.identity import RequestKey
+from protocol.sampling import SamplingParams
+from scheduler.output import RequestOutput
+from tests.plans import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from scheduler.stats import EngineStats
+
+CONFIGURATION = Configuration(
+    worker=WorkerSettings(
+        cache=CacheSettings(num_blocks=512), device="cpu", num_slots=4, num_threads=1
+    ),
+    scheduler=SchedulerSettings(max_waiting=8),
+    api=ApiSettings(consumer_lease=0.4),
+)
+PROMPT = [1648, 1424, 261, 658]
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True, seed=1)
+HALF = SamplingParams(max_tokens=900, ignore_eos=True, seed=1)
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[SchedulerActor]:
+    actor = SchedulerActor(CONFIGURATION, executor="local")
+    async with asyncio.timeout(TIMEOUT):
+        await actor.open()
+        try:
+            yield actor
+        finally:
+            await actor.close()
+            await actor.close()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[SchedulerActor, EngineClient]]:
+    async with engine() as actor:
+        client = EngineClient(actor, CONFIGURATION.api.consumer_lease)
+        client.start()
+        try:
+            yield actor, client
+        finally:
+            await client.close()
+
+
+async def until(holds: Callable[[EngineStats], bool], actor: SchedulerActor) -> None:
+    while not holds(await actor.stats()):  # noqa: ASYNC110 (the engine has no event for it)
+        await asyncio.sleep(0)
+
+
+def at_rest(stats: EngineStats) -> bool:
+    busy = stats.waiting + stats.running + stats.releasing + stats.rng_keys
+    return busy == 0 and stats.free_blocks == stats.total_blocks
+
+
+async def collect(client: EngineClient, params: SamplingParams) -> list[RequestOutput]:
+    async with aclosing(client.generate(PROMPT, params)) as outputs:
+        return [output async for output in outputs]
+
+
+def test_a_request_comes_back_in_order_and_leaves_nothing() -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            outputs = await collect(client, SHORT)
+            assert [output.start_index for output in outputs] == [
+                sum(len(o.tokens) for o in outputs[:index]) for index in range(len(outputs))
+            ]
+            assert sum(len(output.tokens) for output in outputs) == 6
+            assert outputs[-1].finish_reason is FinishReason.LENGTH
+            assert client.serving == ()
+            await until(at_rest, actor)
+            await actor.check_health()
+
+    asyncio.run(run())
+
+
+def test_requests_at_once_give_what_each_gives_alone() -> None:
+    def tokens(outputs: list[RequestOutput]) -> list[int]:
+        return [token for output in outputs for token in output.tokens]
+
+    async def run() -> None:
+        async with served() as (_, client):
+            alone = tokens(await collect(client, SHORT))
+            together = await asyncio.gather(*(collect(client, SHORT) for _ in range(6)))
+            assert [tokens(outputs) for outputs in together] == [alone] * 6
+
+    asyncio.run(run())
+
+
+def test_closing_a_generation_early_aborts_it() -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            async with aclosing(client.generate(PROMPT, LONG)) as outputs:
+                await anext(outputs)
+            await until(at_rest, actor)
+            assert (await actor.stats()).finished[FinishReason.ABORT] == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "named"),
+    [
+        ([], SHORT, RequestError, "prompt"),
+        ([9999], SHORT, RequestError, "9999"),
+        (PROMPT, SamplingParams(max_tokens=3000), RequestError, "2048"),
+        (PROMPT, SamplingParams(max_loops=5), RequestError, "max_loops"),
+    ],
+)
+def test_a_refusal_arrives_as_its_own_error(
+    prompt: list[int], params: SamplingParams, error: type[LoopmeshError], named: str
+) -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            with pytest.raises(error, match=named):
+                await anext(client.generate(prompt, params))
+            assert client.serving == ()
+            assert at_rest(await actor.stats())
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_turns_requests_away() -> None:
+    async def run() -> None:
+        async with served() as (_, client):
+            everyone = [asyncio.ensure_future(collect(client, LONG)) for _ in range(16)]
+            done, _ = await asyncio.wait(everyone, return_when=asyncio.FIRST_COMPLETED)
+            assert all(isinstance(task.exception(), OverloadedError) for task in done)
+            for task in everyone:
+                task.cancel()
+            await asyncio.gather(*everyone, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_requests_of_an_ingress_that_went_silent_are_aborted() -> None:
+    async def run() -> None:
+        async with engine() as actor:
+            async with aclosing(actor.outputs("ingress-1")) as frames:
+                assert await anext(frames) == []
+                assert await actor.submit("ingress-1", "r1", PROMPT, LONG, 1) is None
+                await until(at_rest, actor)
+            assert (await actor.stats()).finished[FinishReason.ABORT] == 1
+            refused = await actor.submit("ingress-1", "r2", PROMPT, LONG, 1)
+            assert isinstance(refused, Refusal)
+            assert isinstance(refused.error(), OverloadedError)
+
+    asyncio.run(run())
+
+
+def test_a_renewal_aborts_what_the_ingress_no_longer_serves() -> None:
+    async def run() -> None:
+        async with engine() as actor, aclosing(actor.outputs("ingress-1")) as frames:
+            await anext(frames)
+            for request_id in ("kept", "lost"):
+                await actor.submit("ingress-1", request_id, PROMPT, HALF, 1)
+            await until(lambda stats: stats.running == 2, actor)
+            while (await actor.stats()).running == 2:
+                await actor.renew("ingress-1", ["kept"])
+            assert (await actor.stats()).finished[FinishReason.ABORT] == 1
+            ended = [o.key.request_id for o in await anext(frames) if o.finish_reason]
+            assert ended == ["lost"]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_closes_ends_its_requests_with_an_error() -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            outputs = client.generate(PROMPT, LONG)
+            await anext(outputs)
+            await actor.close()
+            with pytest.raises(WorkerLostError):
+                await actor.check_health()
+            last = [output async for output in outputs][-1]
+            assert last.finish_reason is FinishReason.ERROR
+
+    asyncio.run(run())
+
+
+def test_waiting_outputs_of_one_request_are_merged() -> None:
+    key, other = RequestKey("a", 1), RequestKey("b", 2)
+
+    async def run() -> None:
+        stream = OutputStream()
+        stream.put(RequestOutput(key, 0, (5, 6), (4, 2), None, None))
+        stream.put(RequestOutput(other, 0, (1,), (4,), None, None))
+        stream.put(RequestOutput(key, 2, (7,), (1,), FinishReason.STOP, None))
+        assert await stream.take() == [
+            RequestOutput(key, 0, (5, 6, 7), (4, 2, 1), FinishReason.STOP, None),
+            RequestOutput(other, 0, (1,), (4,), None, None),
+        ]
+        assert len(stream) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("CapacityError", CapacityError), ("Nonsense", LoopmeshError), ("annotations", LoopmeshError)],
+)
+def test_a_refusal_names_only_our_own_errors(kind: str, expected: type[LoopmeshError]) -> None:
+    error = Refusal(kind, "why").error()
+    assert type(error) is expected
+    assert str(error) == "why"

@@ -1,0 +1,95 @@
+"""Block pool, block tables and RNG keys."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import DuplicateRequestError, OverloadedError
+from protocol.identity import RequestKey
+from protocol.rng import RngKey
+from scheduler.block_pool import BlockPool
+from scheduler.kv_manager import KVCost, KVManager, KVStats
+from scheduler.rng_registry import RngRegistry
+from tests.scheduler.bench import make_profile
+
+A, B = RequestKey("a", 1), RequestKey("b", 2)
+
+
+def test_the_last_freed_block_is_claimed_first() -> None:
+    pool = BlockPool(6)
+    assert pool.claim(3) == (0, 1, 2)
+    pool.free((1,))
+    pool.free((0, 2))
+    assert pool.claim(4) == (0, 2, 1, 3)
+    assert repr(pool) == "<BlockPool 2/6 free>"
+
+
+def test_a_failed_claim_changes_nothing() -> None:
+    pool = BlockPool(3)
+    pool.claim(2)
+    with pytest.raises(OverloadedError, match="2 blocks needed, 1 of 3 free"):
+        pool.claim(2)
+    assert pool.free_count == 1
+    assert pool.claim(1) == (2,)
+
+
+@pytest.mark.parametrize("blocks", [(5,), (0, 0), (0, 3), (-1,)])
+def test_only_claimed_blocks_come_back(blocks: tuple[int, ...]) -> None:
+    pool = BlockPool(6)
+    pool.claim(2)
+    with pytest.raises(ValueError, match="not all claimed"):
+        pool.free(blocks)
+    assert pool.free_count == 4
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_blocks_are_conserved(sizes: list[int]) -> None:
+    pool = BlockPool(12)
+    held: list[tuple[int, ...]] = []
+    for size in sizes:
+        try:
+            held.append(pool.claim(size))
+        except OverloadedError:
+            pool.free(held.pop(0))
+        claimed = [block for blocks in held for block in blocks]
+        assert len(set(claimed)) == len(claimed) == 12 - pool.free_count
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 4), (16, 4), (17, 8), (32, 8), (33, 12)])
+def test_cost_counts_every_plane(tokens: int, blocks: int) -> None:
+    assert KVManager(make_profile(block_size=16)).cost(tokens).blocks == blocks
+
+
+def test_a_table_has_blocks_of_its_own_in_each_plane() -> None:
+    kv = KVManager(make_profile(num_blocks=16, block_size=4))
+    table = kv.commit(A, kv.cost(7))
+    assert table == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert kv.table(A) == table
+    assert kv.stats() == KVStats(total_blocks=16, free_blocks=8, tables=1)
+    assert repr(kv) == "<KVManager 1 tables, 8/16 blocks free>"
+    kv.release(A)
+    assert kv.stats() == KVStats(total_blocks=16, free_blocks=16, tables=0)
+    assert kv.commit(B, kv.cost(7)) == table
+
+
+def test_a_failed_commit_changes_nothing() -> None:
+    kv = KVManager(make_profile(num_blocks=10, block_size=4))
+    kv.commit(A, kv.cost(4))
+    assert not kv.fits(KVCost(4, 2))
+    with pytest.raises(OverloadedError):
+        kv.commit(B, KVCost(4, 2))
+    with pytest.raises(ValueError, match="already has a block table"):
+        kv.commit(A, KVCost(4, 1))
+    assert kv.stats() == KVStats(total_blocks=10, free_blocks=6, tables=1)
+
+
+def test_one_rng_key_a_public_id() -> None:
+    registry = RngRegistry()
+    assert registry.acquire("a", 7) == RngKey(7, 0) == registry.key("a")
+    with pytest.raises(DuplicateRequestError):
+        registry.acquire("a", 8)
+    assert (len(registry), repr(registry)) == (1, "<RngRegistry 1 keys>")
+    registry.drop("a")
+    assert registry.acquire("a", 8) == RngKey(8, 0)

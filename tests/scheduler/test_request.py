@@ -1,0 +1,63 @@
+"""Progress of one request."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.exit_rule import NEVER, FinishReason, round_to_float32
+from protocol.identity import RequestKey
+from protocol.sampling import SamplingParams
+from protocol.stage import Stage
+from scheduler.request import Request
+from scheduler.states import Event, State, StateError
+from tests.scheduler.bench import make_model
+
+
+def make(prompt: int = 5, **params: object) -> Request:
+    checked = SamplingParams.model_validate(params)
+    return Request.create(RequestKey("a", 1), tuple(range(1, prompt + 1)), checked, make_model())
+
+
+def test_defaults_come_from_the_model() -> None:
+    request = make()
+    assert request.max_loops == request.full_depth == 4
+    assert request.bound == round_to_float32(1 - 0.9)
+    assert make(exit_threshold=1.0).bound == NEVER
+    assert make(max_loops=2).max_loops == 2
+
+
+def test_one_life_of_a_request() -> None:
+    request = make(max_tokens=2, exit_threshold=0.5)
+    assert request.capacity_tokens == 6
+    request.place("lane-0")
+    request.prefill_to(4)
+    assert (request.state, request.stage) == (State.PREFILL, None)
+    request.prefill_to(5)
+    assert (request.state, request.stage, request.position) == (State.DECODING, Stage.CODA, 4)
+    assert not request.is_last_output
+    request.append(9)
+    assert (request.stage, request.position, request.exit_depths) == (Stage.PRELUDE, 5, [4])
+    assert request.is_last_output
+    request.embed()
+    request.loop(0.7)
+    assert (request.stage, request.loops_done) == (Stage.RECURRENT, 1)
+    request.loop(0.5)
+    assert (request.stage, request.loops_done) == (Stage.CODA, 2)
+    assert repr(request) == "<Request a#1 DECODING CODA prefilled=5/5 tokens=1/2 loops=2>"
+    request.end(Event.FINISH, FinishReason.LENGTH)
+    assert (request.state, request.stage, request.is_live) == (State.RELEASING, None, False)
+    request.close(Event.RELEASED)
+    assert request.state is State.FINISHED
+    assert repr(request) == "<Request a#1 FINISHED prefilled=5/5 tokens=1/2 loops=2>"
+
+
+def test_a_wrong_event_changes_nothing() -> None:
+    request = make()
+    with pytest.raises(StateError):
+        request.prefill_to(5)
+    with pytest.raises(StateError):
+        request.end(Event.FINISH, FinishReason.STOP)
+    with pytest.raises(StateError):
+        request.close(Event.RELEASED)
+    assert (request.state, request.stage, request.prefilled) == (State.WAITING, None, 0)
+    assert (request.loops_done, request.finish_reason) == (0, None)
