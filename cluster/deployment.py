@@ -158,8 +158,7 @@ class Ingress:
         params = SamplingParams(max_tokens=1, seed=0, ignore_eos=True)
         async with aclosing(self._client.generate(CANARY_PROMPT, params)) as outputs:
             async for output in outputs:
-                if output.error is not None:
-                    raise LoopmeshError(output.error)
+                output.raise_error()
 
     async def __del__(self) -> None:
         await self._client.close()

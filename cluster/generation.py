@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.errors import LoopmeshError, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.exit_rule import FinishReason
 from protocol.rng import MAX_SEED
 
@@ -99,14 +99,14 @@ class TextAssembler:
     def push(self, output: RequestOutput) -> TextDelta:
         """The text of the next output.
 
-        Raises LoopmeshError when the output reports that the request failed, ProtocolError when
-        it does not continue the ones before.
+        Raises WorkerLostError or LoopmeshError when the output reports that the request failed,
+        ProtocolError when it does not continue the ones before.
         """
         if self.finished:
             raise ProtocolError(f"{output.key}: an output after the end")
         if output.finish_reason is FinishReason.ERROR:
             self._finish_reason = FinishReason.ERROR
-            raise LoopmeshError(f"the generation failed: {output.error or 'no reason was given'}")
+            output.raise_error()
         if output.tokens and output.start_index != len(self._token_ids):
             raise ProtocolError(
                 f"{output.key}: output {output.start_index} came, {len(self._token_ids)} is next"

@@ -52,4 +52,5 @@ def merge(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         exit_depths=first.exit_depths + then.exit_depths,
         finish_reason=then.finish_reason,
         error=then.error,
+        worker_lost=then.worker_lost,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from protocol.errors import ProtocolError
 from protocol.exit_rule import round_to_float32
 from protocol.identity import RequestKey
-from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -23,11 +23,12 @@ from protocol.result import (
     PreludeResult,
     RecurrentResult,
 )
+from protocol.row_progress import RowProgress, check_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.plan import Admission, BlockTable, ExecutionPlan, Grant, Step
+    from protocol.plan import Admission, ExecutionPlan, Grant, Step
     from protocol.profile import WorkerProfile
     from protocol.result import StepResult
 
@@ -37,21 +38,11 @@ Token: TypeAlias = Callable[[RequestKey, int], int]
 
 @dataclass(slots=True)
 class _Slot:
-    """One request's place. Owner: ScriptedWorker. Mutated only by: its steps.
+    """One request's place. Owner: ScriptedWorker. Mutated only by: its steps."""
 
-    `capacity` counts the tokens that its blocks hold, `loops` those of the token at `position`;
-    `sampled` says that a token waits for its PRELUDE.
-    """
-
-    prompt_length: int
-    capacity: int
-    prefilled: int = 0
-    position: int = -1
-    loops: int = 0
+    progress: RowProgress
     survival: float = 1.0
     token: int = -1
-    outputs: int = 0
-    sampled: bool = False
 
 
 class ScriptedWorker:
@@ -113,7 +104,7 @@ class ScriptedWorker:
             try:
                 action()
             except ProtocolError as error:
-                message = self._failed[key] = f"{key}: {error}"
+                message = self._failed[key] = str(error)
         if message is not None:
             failures[key] = message
         return message is None
@@ -132,7 +123,9 @@ class ScriptedWorker:
 
         match step:
             case PrefillBatch():
-                return PrefillResult(keys, tuple(self._slots[key].prefilled for key in keys))
+                return PrefillResult(
+                    keys, tuple(self._slots[key].progress.prefilled for key in keys)
+                )
             case PreludeBatch():
                 return PreludeResult(keys, pick(step.positions))
             case RecurrentBatch():
@@ -145,74 +138,34 @@ class ScriptedWorker:
     def _advance(self, step: Step, row: int) -> None:
         key = step.keys[row]
         slot = self._slot(key)
+        slot.progress.advance(step, row)
         match step:
-            case PrefillBatch(_, starts, counts):
-                self._prefill(slot, starts[row], starts[row] + counts[row])
-            case PreludeBatch(_, positions, tokens):
-                self._prelude(slot, positions[row], tokens[row])
+            case PreludeBatch():
+                slot.survival = 1.0
             case RecurrentBatch(_, positions, depths):
-                self._recurrent(key, slot, positions[row], depths[row])
-            case CodaBatch(_, positions, exit_depths, output_indices):
-                self._coda(key, slot, positions[row], exit_depths[row], output_indices[row])
-
-    def _prefill(self, slot: _Slot, start: int, end: int) -> None:
-        _require(start == slot.prefilled, f"prefill from {start}, {slot.prefilled} are done")
-        _require(end <= slot.prompt_length, f"prefill to {end} of {slot.prompt_length} tokens")
-        _require(end <= slot.capacity, f"prefill to {end}, room for {slot.capacity}")
-        slot.prefilled = end
-        if end == slot.prompt_length:
-            slot.position, slot.loops = end - 1, self._profile.model.max_loops
-
-    def _prelude(self, slot: _Slot, position: int, token: int) -> None:
-        _require(slot.sampled or token != SLOT_TOKEN, "prelude without a sampled token")
-        _require(position == slot.position + 1, f"prelude at {position} after {slot.position}")
-        _require(position < slot.capacity, f"position {position}, room for {slot.capacity}")
-        slot.position, slot.loops, slot.survival, slot.sampled = position, 0, 1.0, False
-
-    def _recurrent(self, key: RequestKey, slot: _Slot, position: int, depth: int) -> None:
-        _require(not slot.sampled, "a loop before the prelude of the sampled token")
-        _require(position == slot.position, f"loop at {position}, in work is {slot.position}")
-        _require(depth == slot.loops, f"loop at depth {depth} after {slot.loops} loops")
-        _require(depth < self._profile.planes, f"depth {depth}, {self._profile.planes} planes")
-        keeps = round_to_float32(1.0 - self._hazard(key, position, depth))
-        slot.survival = round_to_float32(slot.survival * keeps)
-        slot.loops += 1
-
-    def _coda(
-        self, key: RequestKey, slot: _Slot, position: int, exit_depth: int, output_index: int
-    ) -> None:
-        _require(not slot.sampled, "a second coda of the same token")
-        _require(position == slot.position, f"coda at {position}, in work is {slot.position}")
-        _require(exit_depth == slot.loops, f"exit depth {exit_depth} after {slot.loops} loops")
-        _require(output_index == slot.outputs, f"output {output_index} after {slot.outputs}")
-        slot.token = self._token(key, output_index)
-        slot.outputs += 1
-        slot.sampled = True
+                keeps = round_to_float32(1.0 - self._hazard(key, positions[row], depths[row]))
+                slot.survival = round_to_float32(slot.survival * keeps)
+            case CodaBatch(_, _, _, output_indices):
+                slot.token = self._token(key, output_indices[row])
 
     def _admit(self, item: Admission) -> None:
         if item.key in self._slots:
-            raise ProtocolError("admitted twice")
+            raise ProtocolError(f"request {item.key} is admitted twice")
         if len(self._slots) >= self._profile.num_slots:
-            raise ProtocolError(f"all {self._profile.num_slots} slots are taken")
-        capacity = self._capacity(item.tables)
-        self._slots[item.key] = _Slot(prompt_length=len(item.prompt), capacity=capacity)
+            raise ProtocolError(f"request {item.key}: all {len(self._slots)} slots are taken")
+        self._check(item)
+        progress = RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)
+        progress.grant(item.tables, self._profile.block_size)
+        self._slots[item.key] = _Slot(progress)
 
     def _grant(self, item: Grant) -> None:
-        self._slot(item.key).capacity += self._capacity(item.tables)
+        self._check(item)
+        self._slot(item.key).progress.grant(item.tables, self._profile.block_size)
 
-    def _capacity(self, tables: BlockTable) -> int:
-        if len(tables) != self._profile.planes:
-            raise ProtocolError(f"table of {len(tables)} planes, not {self._profile.planes}")
-        if any(block >= self._profile.num_blocks for plane in tables for block in plane):
-            raise ProtocolError(f"a block is beyond the {self._profile.num_blocks} of the pool")
-        return len(tables[0]) * self._profile.block_size
+    def _check(self, item: Admission | Grant) -> None:
+        check_table(item.key, item.tables, self._profile.planes, self._profile.num_blocks)
 
     def _slot(self, key: RequestKey) -> _Slot:
         if key not in self._slots:
-            raise ProtocolError("never admitted")
+            raise ProtocolError(f"request {key} has no slot: it was never admitted")
         return self._slots[key]
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ProtocolError(what)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from protocol.errors import LoopmeshError, WorkerLostError
+
 if TYPE_CHECKING:
     from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
@@ -17,7 +19,8 @@ class RequestOutput:
 
     `start_index` is the output index of `tokens[0]`; `exit_depths` has one 1-based entry a token.
     The outputs of a request follow each other without a gap, and exactly one of them, the last,
-    has a `finish_reason`. `error` is set if and only if that is ERROR.
+    has a `finish_reason`. `error` is set if and only if that is ERROR; `worker_lost` says that the
+    request itself was fine and its worker went away, so that the same request may work again.
     """
 
     key: RequestKey
@@ -26,6 +29,13 @@ class RequestOutput:
     exit_depths: tuple[int, ...]
     finish_reason: FinishReason | None
     error: str | None
+    worker_lost: bool = False
+
+    def raise_error(self) -> None:
+        """Raise `error`, if there is one: WorkerLostError, else LoopmeshError."""
+        if self.error is not None:
+            kind = WorkerLostError if self.worker_lost else LoopmeshError
+            raise kind(f"the generation failed: {self.error}")
 
 
 def output_since(request: Request, start_index: int) -> RequestOutput:
@@ -37,6 +47,7 @@ def output_since(request: Request, start_index: int) -> RequestOutput:
         exit_depths=tuple(request.exit_depths[start_index:]),
         finish_reason=request.finish_reason,
         error=request.error,
+        worker_lost=request.worker_lost,
     )
 
 

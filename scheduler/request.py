@@ -41,6 +41,7 @@ class Request:
     exit_depths: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    worker_lost: bool = False
 
     @classmethod
     def create(
@@ -131,6 +132,7 @@ class Request:
         self.stage = None
         self.finish_reason = reason
         self.error = error
+        self.worker_lost = event is Event.LOST
 
     def close(self, event: Event) -> None:
         """A request that has ended holds nothing any more."""

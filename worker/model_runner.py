@@ -19,7 +19,6 @@ from worker.outcome import (
     read_tokens,
     select_rows,
 )
-from worker.row_checks import advance_prefill, advance_prelude, advance_recurrent, check_coda
 from worker.stages import run_coda, run_prefill, run_prelude, run_recurrent
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class ModelRunner:
                 slots.admit(admission)
         for grant in plan.grants:
             with self._failing([grant.key], outcome):
-                slots.grant(grant.key, grant.tables)
+                slots.grant(grant)
         for step in plan.steps:
             start = time.perf_counter()
             outcome.steps.append(self._run(step, lease, outcome))
@@ -108,32 +107,18 @@ class ModelRunner:
                     outcome.failed.append(FailedRow(key, self._failed[key]))
                 continue
             with self._failing([key], outcome):
-                self._advance(step, row)
+                self._on.slots.slot(key).progress.advance(step, row)
                 rows.append(row)
         return step if len(rows) == len(step.keys) else select_rows(step, rows)
 
-    def _advance(self, step: Step, row: int) -> None:
-        key = step.keys[row]
-        slot = self._on.slots.progress(key)
-        max_loops = self._on.model.profile.max_loops
-        match step:
-            case PrefillBatch():
-                advance_prefill(key, slot, step.starts[row], step.counts[row], max_loops)
-            case PreludeBatch():
-                advance_prelude(key, slot, step.positions[row])
-            case RecurrentBatch():
-                advance_recurrent(key, slot, step.positions[row], step.depths[row], max_loops)
-            case CodaBatch():
-                check_coda(key, slot, step.positions[row], step.exit_depths[row])
-
     def _launch(self, batch: Step, lease: ReadbackLease) -> StepReader:
         """Enqueue a checked batch; the reader returned makes its result once it has run."""
-        progress = [self._on.slots.progress(key) for key in batch.keys]
-        slots = [slot.index for slot in progress]
+        live = [self._on.slots.slot(key) for key in batch.keys]
+        slots = [slot.index for slot in live]
         match batch:
             case PrefillBatch():
-                ends = tuple(slot.prefilled for slot in progress)
-                run_prefill(self._on, batch, slots, [slot.position >= 0 for slot in progress])
+                ends = tuple(slot.progress.prefilled for slot in live)
+                run_prefill(self._on, batch, slots, [slot.progress.position >= 0 for slot in live])
                 return lambda _: PrefillResult(batch.keys, ends)
             case PreludeBatch():
                 run_prelude(self._on, batch, slots)
@@ -142,6 +127,6 @@ class ModelRunner:
                 survivals = lease.put_survivals(run_recurrent(self._on, batch, slots))
                 return lambda failed: read_survivals(batch, survivals.tolist(), failed)
             case CodaBatch():
-                kinds = [slot.sampling for slot in progress]
+                kinds = [slot.sampling for slot in live]
                 tokens = lease.put_tokens(run_coda(self._on, batch, slots, kinds))
                 return lambda failed: read_tokens(batch, tokens.tolist(), failed)

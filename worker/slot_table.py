@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.errors import ProtocolError
+from protocol.row_progress import RowProgress, check_table
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, BlockTable
+    from protocol.plan import Admission, BlockTable, Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +28,13 @@ class SamplingKind:
     top_p: bool
 
 
-@dataclass(slots=True)
-class SlotProgress:
-    """Host half of one slot. Owner: SlotTable. Mutated only by: ModelRunner's stage checks.
-
-    `position` is the token in work, `loops` the loops it has run; before the prompt is through,
-    `position` is -1. `capacity` counts the tokens its granted blocks hold.
-    """
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Host half of one slot: its row in the device columns and how far the request has come."""
 
     index: int
-    prompt_length: int
-    capacity: int
+    progress: RowProgress
     sampling: SamplingKind
-    prefilled: int = 0
-    position: int = -1
-    loops: int = 0
 
 
 class SlotTable:
@@ -69,7 +62,7 @@ class SlotTable:
         self.planes = planes
         self._scratch = scratch_block
         self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: dict[RequestKey, SlotProgress] = {}
+        self._slots: dict[RequestKey, Slot] = {}
         self.hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         self.token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.survival = torch.ones(num_slots, dtype=torch.float32, device=device)
@@ -95,7 +88,7 @@ class SlotTable:
         """The live requests."""
         return tuple(self._slots)
 
-    def progress(self, key: RequestKey) -> SlotProgress:
+    def slot(self, key: RequestKey) -> Slot:
         """The host half of a request's slot. Raises ProtocolError for a request not admitted."""
         try:
             return self._slots[key]
@@ -114,12 +107,11 @@ class SlotTable:
                 f"request {key}: prompt of {len(admission.prompt)} tokens exceeds "
                 f"{self.prompt.shape[1]} positions"
             )
-        self._check_table(key, admission.tables, start=0)
+        self._check(admission, start=0)
         index = self._free.pop()
-        slot = SlotProgress(
+        slot = Slot(
             index=index,
-            prompt_length=len(admission.prompt),
-            capacity=0,
+            progress=RowProgress(key, len(admission.prompt), self.planes),
             sampling=SamplingKind(
                 random=admission.temperature > 0.0,
                 top_k=admission.top_k > 0,
@@ -129,18 +121,18 @@ class SlotTable:
         self._slots[key] = slot
         self.tables[index].fill_(self._scratch)
         self._append(slot, admission.tables)
-        self.prompt[index, : slot.prompt_length] = torch.tensor(admission.prompt)
+        self.prompt[index, : len(admission.prompt)] = torch.tensor(admission.prompt)
         self.temperature[index] = admission.temperature
         self.top_p[index] = admission.top_p
         self.top_k[index] = admission.top_k
         self.rng_words[index] = torch.tensor((*admission.rng.philox_key(), admission.rng.stream))
         self.survival[index] = 1.0
 
-    def grant(self, key: RequestKey, tables: BlockTable) -> None:
+    def grant(self, grant: Grant) -> None:
         """Append more blocks to each plane of a request's table."""
-        slot = self.progress(key)
-        self._check_table(key, tables, start=slot.capacity // self.block_size)
-        self._append(slot, tables)
+        slot = self.slot(grant.key)
+        self._check(grant, start=slot.progress.capacity // self.block_size)
+        self._append(slot, grant.tables)
 
     def release(self, key: RequestKey) -> None:
         """Give the slot back; a request without one is ignored, since its admission failed."""
@@ -153,17 +145,14 @@ class SlotTable:
         for key in self.keys():
             self.release(key)
 
-    def _check_table(self, key: RequestKey, tables: BlockTable, start: int) -> None:
+    def _check(self, item: Admission | Grant, start: int) -> None:
+        check_table(item.key, item.tables, self.planes, self._scratch)
         width = self.tables.shape[2]
-        if len(tables) != self.planes:
-            raise ProtocolError(f"request {key}: table of {len(tables)} planes, not {self.planes}")
-        if start + len(tables[0]) > width:
-            raise ProtocolError(f"request {key}: more than {width} blocks in a plane")
-        if any(block >= self._scratch for plane in tables for block in plane):
-            raise ProtocolError(f"request {key}: a block is beyond the {self._scratch} of the pool")
+        if start + len(item.tables[0]) > width:
+            raise ProtocolError(f"request {item.key}: more than {width} blocks in a plane")
 
-    def _append(self, slot: SlotProgress, tables: BlockTable) -> None:
-        start = slot.capacity // self.block_size
+    def _append(self, slot: Slot, tables: BlockTable) -> None:
+        start = slot.progress.capacity // self.block_size
         count = len(tables[0])
         self.tables[slot.index, :, start : start + count] = torch.tensor(tables)
-        slot.capacity += count * self.block_size
+        slot.progress.grant(tables, self.block_size)

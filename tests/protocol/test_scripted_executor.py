@@ -99,7 +99,7 @@ def test_default_scripts_depend_on_the_public_id_alone() -> None:
         ([CodaBatch((A,), (1,), (4,), (1,))], "output 1 after 0"),
         ([*FIRST, *loops(3, 0)], "loop at 3, in work is 2"),
         ([*FIRST, *loops(2, 1)], "loop at depth 1 after 0 loops"),
-        ([*FIRST, *loops(2, 0, 1, 2, 3, 4)], "depth 4, 4 planes"),
+        ([*FIRST, *loops(2, 0, 1, 2, 3, 4)], "depth 4 of 4 loops"),
     ],
 )
 def test_a_row_out_of_turn_fails_its_request_until_released(

@@ -159,7 +159,7 @@ def test_values_that_are_no_numbers_fail_their_request_alone(bench: Bench) -> No
         PreludeBatch((A, B), (5, 5), (-1, -1)),
         admits=(bench.admit(A), bench.admit(B, first=16)),
     )
-    bench.slots.hidden[bench.slots.progress(A).index] = float("nan")
+    bench.slots.hidden[bench.slots.slot(A).index] = float("nan")
     looped = bench.run(RecurrentBatch((A, B), (5, 5), (0, 0)))
     assert [(row.key, row.message) for row in looped.failed] == [(A, NOT_A_NUMBER)]
     assert looped.steps[0].keys == (B,)

@@ -7,8 +7,9 @@ import torch
 
 from protocol.errors import ProtocolError
 from protocol.identity import RequestKey
-from protocol.plan import Admission
+from protocol.plan import Admission, Grant
 from protocol.rng import RngKey
+from protocol.row_progress import RowProgress
 from worker.slot_table import SlotTable
 
 A, B, C = RequestKey("a", 1), RequestKey("b", 2), RequestKey("a", 3)
@@ -38,10 +39,8 @@ def admission(
 
 def test_admission_fills_the_whole_row(table: SlotTable) -> None:
     table.admit(admission(A, first=10))
-    slot = table.progress(A)
-    row = slot.index
-    assert (slot.prompt_length, slot.capacity, slot.prefilled) == (2, 8, 0)
-    assert (slot.position, slot.loops) == (-1, 0)
+    row, progress = table.slot(A).index, table.slot(A).progress
+    assert progress == RowProgress(A, prompt_length=2, max_loops=3, capacity=8)
     assert table.prompt[row, :2].tolist() == [5, 6]
     assert table.tables[row].tolist() == [
         [10, 11, SCRATCH, SCRATCH, SCRATCH],
@@ -58,11 +57,11 @@ def test_admission_fills_the_whole_row(table: SlotTable) -> None:
 def test_a_reused_slot_keeps_nothing_of_its_last_request(table: SlotTable) -> None:
     table.admit(admission(A, first=10, width=5))
     table.admit(admission(B, first=40))
-    row = table.progress(A).index
+    row = table.slot(A).index
     table.survival[row] = 0.25
     table.release(A)
     table.admit(admission(C, first=60, width=1))
-    slot = table.progress(C)
+    slot = table.slot(C)
     assert slot.index == row
     assert table.survival[row].item() == 1.0
     assert table.tables[row, 0].tolist() == [60, *[SCRATCH] * 4]
@@ -71,9 +70,9 @@ def test_a_reused_slot_keeps_nothing_of_its_last_request(table: SlotTable) -> No
 
 def test_a_grant_is_appended_to_every_plane(table: SlotTable) -> None:
     table.admit(admission(A, first=0, width=2))
-    table.grant(A, ((30,), (31,), (32,)))
-    slot = table.progress(A)
-    assert slot.capacity == 12
+    table.grant(Grant(A, ((30,), (31,), (32,))))
+    slot = table.slot(A)
+    assert slot.progress.capacity == 12
     assert table.tables[slot.index, :, 2].tolist() == [30, 31, 32]
 
 
@@ -105,7 +104,7 @@ def test_a_prompt_longer_than_the_model_is_refused(table: SlotTable) -> None:
 
 def test_unknown_requests_are_named(table: SlotTable) -> None:
     with pytest.raises(ProtocolError, match="a#1 has no slot"):
-        table.progress(A)
+        table.slot(A)
     table.release(A)
     assert len(table) == 0
 

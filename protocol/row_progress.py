@@ -1,0 +1,96 @@
+"""RowProgress: how far a worker has come with a request, and what it may be asked to do next.
+
+Pure host arithmetic, shared by every worker. A method either raises ProtocolError, which fails
+that request alone, or moves the row on, so that a later step of the same plan is judged by what
+the earlier ones will have done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from protocol.errors import ProtocolError
+from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+
+if TYPE_CHECKING:
+    from protocol.identity import RequestKey
+    from protocol.plan import BlockTable, Step
+
+
+@dataclass(slots=True)
+class RowProgress:
+    """One request on one worker. Owner: its slot. Mutated only by: advance and grant.
+
+    `capacity` counts the tokens that its blocks hold, in every plane. `position` is the token in
+    work, -1 until the prompt is through, and `loops` the loops that it has run; `outputs` counts
+    sampled tokens, `sampled` says that the last of them waits for its PRELUDE.
+    """
+
+    key: RequestKey
+    prompt_length: int
+    max_loops: int
+    capacity: int = 0
+    prefilled: int = 0
+    position: int = -1
+    loops: int = 0
+    outputs: int = 0
+    sampled: bool = False
+
+    def grant(self, tables: BlockTable, block_size: int) -> None:
+        """The request now also has these blocks."""
+        self.capacity += len(tables[0]) * block_size
+
+    def advance(self, step: Step, row: int) -> None:
+        """Take one row of a step. Raises ProtocolError when it does not follow."""
+        match step:
+            case PrefillBatch(_, starts, counts):
+                self._prefill(starts[row], starts[row] + counts[row])
+            case PreludeBatch(_, positions, tokens):
+                self._prelude(positions[row], tokens[row])
+            case RecurrentBatch(_, positions, depths):
+                self._recurrent(positions[row], depths[row])
+            case CodaBatch(_, positions, exit_depths, output_indices):
+                self._coda(positions[row], exit_depths[row], output_indices[row])
+
+    def _prefill(self, start: int, end: int) -> None:
+        self._require(start == self.prefilled, f"prefill from {start}, {self.prefilled} are done")
+        self._require(end <= self.prompt_length, f"prefill to {end} of {self.prompt_length} tokens")
+        self._require(end <= self.capacity, f"prefill to {end}, room for {self.capacity}")
+        self.prefilled = end
+        if end == self.prompt_length:
+            self.position, self.loops = end - 1, self.max_loops
+
+    def _prelude(self, position: int, token: int) -> None:
+        self._require(self.sampled or token != SLOT_TOKEN, "prelude without a sampled token")
+        self._require(self.position >= 0, "prelude before the end of its prompt")
+        self._require(position == self.position + 1, f"prelude at {position} after {self.position}")
+        self._require(position < self.capacity, f"position {position}, room for {self.capacity}")
+        self.position, self.loops, self.sampled = position, 0, False
+
+    def _recurrent(self, position: int, depth: int) -> None:
+        self._require(not self.sampled, "a loop before the prelude of the sampled token")
+        self._require(position == self.position, f"loop at {position}, in work is {self.position}")
+        self._require(depth == self.loops, f"loop at depth {depth} after {self.loops} loops")
+        self._require(depth < self.max_loops, f"depth {depth} of {self.max_loops} loops")
+        self.loops += 1
+
+    def _coda(self, position: int, exit_depth: int, output_index: int) -> None:
+        self._require(not self.sampled, "a second coda of the same token")
+        self._require(position == self.position, f"coda at {position}, in work is {self.position}")
+        self._require(exit_depth == self.loops, f"exit depth {exit_depth} after {self.loops} loops")
+        self._require(output_index == self.outputs, f"output {output_index} after {self.outputs}")
+        self.outputs += 1
+        self.sampled = True
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise ProtocolError(f"request {self.key}: {what}")
+
+
+def check_table(key: RequestKey, tables: BlockTable, planes: int, num_blocks: int) -> None:
+    """Raise ProtocolError unless a table has every plane and only blocks of the pool."""
+    if len(tables) != planes:
+        raise ProtocolError(f"request {key}: table of {len(tables)} planes, not {planes}")
+    if any(block >= num_blocks for plane in tables for block in plane):
+        raise ProtocolError(f"request {key}: a block is beyond the {num_blocks} of the pool")
