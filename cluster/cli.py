@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine and say what to mend")
     doctor.add_argument("--json", action="store_true", help="print one JSON list")
     doctor.add_argument("--host", default=DEFAULT_HOST, help=argparse.SUPPRESS)
-    doctor.add_argument("--port", type=int, default=DEFAULT_PORT, help="the endpoint's port")
+    doctor.add_argument("--port", type=_port, default=DEFAULT_PORT, help="the endpoint's port")
     _add_config(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
@@ -108,7 +108,7 @@ def _add_generate(commands: argparse._SubParsersAction[Any]) -> None:
 def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser("serve", help="serve the OpenAI completions API on Ray")
     parser.add_argument("--host", default=DEFAULT_HOST)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT)
     parser.add_argument("--workers", type=int, help="number of workers")
     _add_model(parser)
     _add_config(parser)
@@ -211,6 +211,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path}: a JSON object is needed")
     return values
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isdecimal() else 0
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to 65535")
+    return port
 
 
 def _flag(name: str) -> str:

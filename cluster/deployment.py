@@ -102,7 +102,9 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """The ASGI application, which Serve asks for once the replica is made."""
-        self._model = await self._client.model()
+        # The engine starts at the same time, and may take as long as its workers may.
+        cluster = self._configuration.cluster
+        self._model = await self._client.model(cluster.place_timeout + cluster.start_timeout)
         return build_app(self)
 
     @property

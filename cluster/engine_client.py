@@ -7,13 +7,13 @@ import contextvars
 import logging
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cluster.generation import resolve_seed
 from protocol.errors import OverloadedError, WorkerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Coroutine
+    from collections.abc import AsyncGenerator, Awaitable, Collection, Coroutine
 
     from cluster.scheduler_actor import Refusal
     from protocol.profile import ModelProfile
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from scheduler.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CALL_TIMEOUT = 10.0
 RECONNECT_DELAY = 0.5
@@ -90,11 +92,10 @@ class EngineClient:
         outputs = self._queues[request_id] = asyncio.Queue()
         ended = False
         try:
-            refusal = await asyncio.wait_for(
+            refusal = await answered(
                 self._engine.submit(
                     self._name, request_id, prompt, params, resolve_seed(params.seed)
-                ),
-                CALL_TIMEOUT,
+                )
             )
             if refusal is not None:
                 ended = True
@@ -113,19 +114,19 @@ class EngineClient:
                 # it, should the call get lost.
                 self._spawn(self._abort(request_id))
 
-    async def model(self) -> ModelProfile:
-        """The model that the engine serves."""
-        return await asyncio.wait_for(self._engine.model(), CALL_TIMEOUT)
+    async def model(self, patience: float) -> ModelProfile:
+        """The model that the engine serves, once it is up, at most `patience` seconds from now."""
+        return await answered(self._engine.model(), patience)
 
     async def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        return await asyncio.wait_for(self._engine.stats(), CALL_TIMEOUT)
+        return await answered(self._engine.stats())
 
     async def _abort(self, request_id: str) -> None:
         try:
-            await asyncio.wait_for(self._engine.abort(request_id), CALL_TIMEOUT)
-        except Exception:  # whatever it was, the lease ends the request
-            logger.warning("abort of %s got lost; its lease will end it", request_id, exc_info=True)
+            await answered(self._engine.abort(request_id))
+        except WorkerLostError:
+            logger.warning("abort of %s got lost; its lease will end it", request_id)
 
     async def _pump(self) -> None:
         while True:
@@ -151,10 +152,9 @@ class EngineClient:
         while True:
             await asyncio.sleep(self._lease / 4)
             try:
-                renewal = self._engine.renew(self._name, self.serving)
-                await asyncio.wait_for(renewal, CALL_TIMEOUT)
-            except Exception:
-                logger.warning("lease renewal failed", exc_info=True)
+                await answered(self._engine.renew(self._name, self.serving))
+            except WorkerLostError as error:
+                logger.warning("lease renewal failed: %s", error)
 
     def _fail_all(self, reason: str) -> None:
         for queue in self._queues.values():
@@ -165,3 +165,14 @@ class EngineClient:
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def answered(call: Awaitable[T], patience: float = CALL_TIMEOUT) -> T:
+    """The engine's answer. Raises WorkerLostError when it gives none, whatever the cause."""
+    try:
+        return await asyncio.wait_for(call, patience)
+    except TimeoutError as error:
+        raise WorkerLostError(f"the engine gave no answer within {patience:g} s") from error
+    except Exception as error:  # the call crosses processes, and the other one may end in any way
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise WorkerLostError(f"the engine is gone ({reason[-1]}); try again") from error

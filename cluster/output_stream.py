@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class OutputStream:
-    """Owner: SchedulerActor. Mutated only by: put and take, on its event loop.
+    """Owner: SchedulerActor. Mutated only by: put, take and end, on its event loop.
 
     A slow reader gets fewer, larger frames: outputs of one request are merged while they wait, so
     at most one entry a live request is held, of at most max_tokens tokens.
@@ -21,6 +21,7 @@ class OutputStream:
     def __init__(self) -> None:
         self._waiting: dict[RequestKey, RequestOutput] = {}
         self._arrived = asyncio.Event()
+        self._ended = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -32,12 +33,18 @@ class OutputStream:
         self._arrived.set()
 
     async def take(self) -> list[RequestOutput]:
-        """Everything that waits, at least one output; a reader that leaves ends the wait."""
+        """Everything that waits, at least one output; nothing at all means the end."""
         await self._arrived.wait()
-        self._arrived.clear()
+        if not self._ended:
+            self._arrived.clear()
         outputs = list(self._waiting.values())
         self._waiting.clear()
         return outputs
+
+    def end(self) -> None:
+        """No output comes any more; what waits can still be taken."""
+        self._ended = True
+        self._arrived.set()
 
 
 def merge(first: RequestOutput, then: RequestOutput) -> RequestOutput:

@@ -17,7 +17,7 @@ from cluster.drivers import AsyncDriver
 from cluster.output_stream import OutputStream
 from cluster.workers import open_workers
 from protocol import errors
-from protocol.errors import LoopmeshError, OverloadedError, WorkerLostError
+from protocol.errors import LoopmeshError, WorkerLostError
 from scheduler.engine import Engine
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from scheduler.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+NO_WORKER = "no worker is left; the engine is started anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,10 @@ class SchedulerActor:
         elif self._now() - self._moved > 2 * self._configuration.cluster.plan_timeout:
             raise WorkerLostError(f"no result since {self._now() - self._moved:.0f} s")
         if not self._engine.lanes:
-            raise WorkerLostError("no worker is left; the engine is started anew")
+            # Ingresses look for another engine as soon as their stream to this one has ended.
+            for holder in self._consumers.values():
+                holder.stream.end()
+            raise WorkerLostError(NO_WORKER)
 
     async def model(self) -> ModelProfile:
         """The model that the workers serve."""
@@ -136,7 +141,7 @@ class SchedulerActor:
         try:
             holder = self._consumers.get(consumer)
             if holder is None or self._driver is None:
-                raise OverloadedError("this ingress has no output stream yet; try again")
+                raise WorkerLostError("the engine has just started and is not ready; try again")
             self._driver.add(request_id, prompt, params, seed)
         except LoopmeshError as error:
             return Refusal(type(error).__name__, str(error))
@@ -165,12 +170,17 @@ class SchedulerActor:
                 await self.abort(request_id)
 
     async def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]:
-        """The consumer's output stream; the first, empty frame says that it stands."""
+        """The consumer's output stream; the first, empty frame says that it stands.
+
+        Ends when no more output can come. Raises WorkerLostError from an engine without a worker.
+        """
+        if not self._engine.lanes:
+            raise WorkerLostError(NO_WORKER)
         stream = OutputStream()
         self._consumers[consumer] = _Consumer(stream, self._now())
         yield []
-        while True:
-            yield await stream.take()
+        while frame := await stream.take():
+            yield frame
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -17,7 +17,7 @@ from ray.serve.config import HTTPOptions
 
 from cluster.deployment import build_application
 from cluster.terminal import progress
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, LoopmeshError, StartError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def serving(
     """The endpoint while the block runs; yields its base URL once it answers.
 
     Needs Ray; `ray_ends` says that Ray itself, and Serve with it, ends right after. Raises
-    ConfigError when the port is taken, RuntimeError with the replica's own error when the engine
+    ConfigError when the port is taken, StartError with the replica's own error when the engine
     cannot start. Another application of the same Ray Serve stays.
     """
     shared = _serve_runs()
@@ -64,7 +64,7 @@ def serving(
             logging_config={"log_level": "WARNING"},
         )
     try:
-        serve.run(build_application(configuration), name=APPLICATION, route_prefix="/")
+        _deploy(configuration)
         yield f"http://{host}:{port}"
     finally:
         serve.delete(APPLICATION)
@@ -72,16 +72,34 @@ def serving(
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
+def _deploy(configuration: Configuration) -> None:
+    try:
+        serve.run(build_application(configuration), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        status = serve.status().applications.get(APPLICATION)
+        deployments = status.deployments.values() if status is not None else ()
+        causes = [line for item in deployments for line in _own_errors(item.message)]
+        reason = causes[-1] if causes else str(error)
+        raise StartError(f"the endpoint did not start: {reason}") from error
+
+
+def _own_errors(message: str) -> list[str]:
+    """What our exceptions say in a replica's traceback, without the traceback."""
+    marked = (line.partition(f"{LoopmeshError.__module__}.") for line in message.splitlines())
+    return [name.partition(": ")[2] for _, mark, name in marked if mark]
+
+
 def run_server(configuration: Configuration, host: str, port: int) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     progress("starting Ray and the engine", sys.stderr)
     with (
         ray_session() as owned,
         serving(configuration, host, port, ray_ends=owned) as url,
     ):
+        # Ray has set handlers of its own by now, and its SIGTERM aborts the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
         model = configuration.api.served_model_name or configuration.worker.model.model
         progress(f"ready: {url}/v1 serves {model} (pid {os.getpid()}); Ctrl-C stops it", sys.stderr)
         stop.wait()

@@ -43,5 +43,9 @@ class ExecutorClosedError(LoopmeshError):
     """Work was sent to an executor that has been shut down."""
 
 
+class StartError(LoopmeshError):
+    """An endpoint or a worker could not be brought up."""
+
+
 class WorkerLostError(LoopmeshError):
     """A worker is gone: its process died, froze, or its stream was cut."""

@@ -172,7 +172,7 @@ def test_requests_of_an_ingress_that_went_silent_are_aborted() -> None:
             assert (await actor.stats()).finished[FinishReason.ABORT] == 1
             refused = await actor.submit("ingress-1", "r2", PROMPT, LONG, 1)
             assert isinstance(refused, Refusal)
-            assert isinstance(refused.error(), OverloadedError)
+            assert isinstance(refused.error(), WorkerLostError)
 
     asyncio.run(run())
 
@@ -220,6 +220,10 @@ def test_waiting_outputs_of_one_request_are_merged() -> None:
             RequestOutput(other, 0, (1,), (4,), None, None),
         ]
         assert len(stream) == 0
+        stream.put(RequestOutput(other, 1, (2,), (4,), FinishReason.STOP, None))
+        stream.end()
+        assert [output.key for output in await stream.take()] == [other]
+        assert await stream.take() == []
 
     asyncio.run(run())
 
