@@ -164,8 +164,3 @@ class ExecutionPlan:
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 1:
             raise ValueError(f"epoch {self.epoch} and seq {self.seq} count from 1")
-
-    @property
-    def num_rows(self) -> int:
-        """Rows over all steps: what a result of this plan has at most."""
-        return sum(len(step.keys) for step in self.steps)

@@ -32,6 +32,7 @@ def local_ray() -> Iterator[None]:
         "HOME": str(session),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # others may fill the memory of this machine
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "OMP_NUM_THREADS": "1",
     }

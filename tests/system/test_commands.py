@@ -40,6 +40,7 @@ def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": home,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }

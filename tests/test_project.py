@@ -1,0 +1,76 @@
+"""What holds for every file: size, faces of packages, and that configuration files are good."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from protocol.config import parse_configuration
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("protocol", "scheduler", "worker", "cluster")
+MAX_LINES = 350
+FILES = sorted(path for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_fits_in_the_head(path: Path) -> None:
+    limit = 2 * MAX_LINES if "tests" in path.relative_to(ROOT).parts else MAX_LINES
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+def test_package_faces_hold_a_docstring_and_nothing_else() -> None:
+    faces = [path for path in FILES if path.name == "__init__.py"]
+    assert len(faces) >= len(PACKAGES)
+    for path in faces:
+        assert "tests" not in path.relative_to(ROOT).parts, "a face there would shadow a package"
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert [type(node) for node in body] == [ast.Expr], path
+
+
+def test_no_module_lacks_its_docstring() -> None:
+    code = [path for path in FILES if "tests" not in path.relative_to(ROOT).parts]
+    missing = [path for path in code if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "manifests").glob("serve*.yaml")), ids=str)
+def test_serve_configurations_fit_ray_s_schema_and_ours(path: Path) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    (application,) = config.applications
+    assert application.import_path == "cluster.app:app"
+    assert parse_configuration(application.args).cluster.num_workers >= 1
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    words = text.replace("`", " ").replace(":", " ").replace(",", " ").split()
+    named = {
+        word.rstrip(".")
+        for word in words
+        if word.startswith(tuple(f"{p}/" for p in (*PACKAGES, "docs", "manifests")))
+    }
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_scheduler_and_the_wire_load_no_torch() -> None:
+    code = (
+        "import sys, scheduler.engine, protocol.codec, protocol.scripted_executor;"
+        "print({'torch', 'ray', 'grpc'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.strip() == "set()"
