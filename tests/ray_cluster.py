@@ -34,27 +34,29 @@ def local_ray() -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # others may fill the memory of this machine
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_raylet_start_wait_time_s": "120",
         "OMP_NUM_THREADS": "1",
     }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            object_store_memory=80 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(session / "ray"),
-        )
-        processes = psutil.Process().children(recursive=True)
         try:
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                object_store_memory=80 * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(session / "ray"),
+            )
             yield
-            processes = psutil.Process().children(recursive=True)
         finally:
+            processes = psutil.Process().children(recursive=True)
             ray.shutdown()
-        _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
+            _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
+            for process in alive:
+                process.kill()
         assert not alive, f"processes left behind: {alive}"
     finally:
         for name, value in before.items():
