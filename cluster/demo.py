@@ -8,7 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.server import free_port, ray_session, serving
+from cluster.ports import free_port
+from cluster.ray_session import ray_session
+from cluster.server import serving
 from cluster.terminal import progress
 from protocol.config import ClusterSettings, Configuration
 from protocol.errors import ConfigError

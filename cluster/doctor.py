@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
+from cluster.ports import bind_problem, connect_problem
 from protocol.config import DEFAULT_MODEL, ModelSettings
 from protocol.errors import LoopmeshError
 
@@ -32,7 +32,6 @@ PACKAGES = ("protocol", "worker", "scheduler", "cluster")
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_SHARED_MEMORY = 256 * 2**20
 """Bytes that Ray's object store should find free in /dev/shm."""
-CONNECT_TIMEOUT = 3.0
 PORTS_TRIED = 50
 REINSTALL = "install the dependencies that are listed as missing, or make the environment anew"
 
@@ -184,7 +183,7 @@ def check_model(settings: ModelSettings) -> Check:
 
 def check_http_port(host: str, port: int) -> Check:
     """The endpoint's address can be bound."""
-    problem = _bind_problem(host, port)
+    problem = bind_problem(host, port)
     if problem is None:
         return Check("http port", True, f"{host}:{port} is free")
     mend = "stop what uses it, or pass another --host or --port"
@@ -195,7 +194,7 @@ def check_plan_ports(first: int, last: int) -> Check:
     """A worker finds a port for its plan stream."""
     tried = range(first, min(last + 1, first + PORTS_TRIED))
     for port in tried:
-        if _bind_problem("", port) is None:
+        if bind_problem("", port) is None:
             return Check("plan ports", True, f"{port} is free, of {first} to {last}")
     mend = "set cluster.plan_port_range to a range that is free on every node"
     return Check("plan ports", False, f"none of {tried[0]} to {tried[-1]} is free", mend)
@@ -239,25 +238,8 @@ def check_ray_cluster(address: str) -> Check:
     """The cluster that RAY_ADDRESS names answers; without one, a local cluster is started."""
     if address in ("", "auto", "local"):
         return Check("ray cluster", True, f"RAY_ADDRESS is {address or 'unset'}: not checked")
+    problem = connect_problem(address)
+    if problem is None:
+        return Check("ray cluster", True, f"{address} answers")
     mend = "start the cluster, or unset RAY_ADDRESS to start a local one"
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return Check("ray cluster", False, f"RAY_ADDRESS={address} is no host:port", mend)
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
-    except (OSError, OverflowError) as error:
-        return Check("ray cluster", False, f"{address}: {error}", mend)
-    return Check("ray cluster", True, f"{address} answers")
-
-
-def _bind_problem(host: str, port: int) -> str | None:
-    """Why a server cannot listen on (host, port), or None if it can; closes again at once."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(1)
-    except (OSError, OverflowError) as error:
-        return str(error)
-    return None
+    return Check("ray cluster", False, f"RAY_ADDRESS={address}: {problem}", mend)

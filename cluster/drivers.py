@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.lane_driver import LaneDriver
+from protocol.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,10 +60,16 @@ class SyncDriver:
         self._outputs.clear()
         return outputs
 
-    def drain(self) -> list[RequestOutput]:
-        """Step until the engine has no work; after an abort, this brings its blocks back."""
+    def drain(self, timeout: float) -> list[RequestOutput]:
+        """Step until the engine has no work; after an abort, this brings its blocks back.
+
+        Raises DeadlineError when there still is some after `timeout` seconds.
+        """
         outputs = []
+        deadline = time.monotonic() + timeout
         while self._engine.has_work():
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"the workers did not come to rest within {timeout:g} s")
             outputs += self.step()
         return outputs
 

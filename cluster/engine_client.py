@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cluster.generation import resolve_seed
-from protocol.errors import OverloadedError, WorkerLostError
+from protocol.errors import WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Collection, Coroutine
@@ -87,7 +87,7 @@ class EngineClient:
         try:
             await asyncio.wait_for(self._attached.wait(), CALL_TIMEOUT)
         except TimeoutError as error:
-            raise OverloadedError("the engine is not ready; try again") from error
+            raise WorkerLostError("the engine is not ready; try again") from error
         request_id = f"{self._name}-{uuid.uuid4().hex}"
         outputs = self._queues[request_id] = asyncio.Queue()
         ended = False
@@ -152,7 +152,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(self._lease / 4)
             try:
-                await answered(self._engine.renew(self._name, self.serving))
+                await answered(self._engine.renew(self._name, self.serving), self._lease / 4)
             except WorkerLostError as error:
                 logger.warning("lease renewal failed: %s", error)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Self
 
@@ -20,7 +19,7 @@ from cluster.interrupts import interrupts_held
 from cluster.tokenizer import load_tokenizer
 from cluster.workers import open_workers
 from protocol.config import Configuration
-from protocol.errors import DeadlineError, ExecutorClosedError, LoopmeshError, RequestError
+from protocol.errors import ExecutorClosedError, LoopmeshError, RequestError
 from protocol.sampling import SamplingParams
 from scheduler.engine import Engine
 from worker.models.registry import resolve_model
@@ -159,10 +158,9 @@ class LLM:
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    request_id, assembler = self._add(prompt, wish)
+                    self._add(prompt, wish, assemblers)
                 except LoopmeshError as error:
                     raise _with_index(error, index, len(prompts)) from error
-                assemblers[request_id] = assembler
             while not all(assembler.finished for assembler in assemblers.values()):
                 for output in self._step():
                     yield assemblers[output.key.request_id].push(output)
@@ -177,16 +175,18 @@ class LLM:
             raise RequestError("this LLM is in use: finish or close the running stream first")
         self._busy = True
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> tuple[str, TextAssembler]:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams, assemblers: dict[str, TextAssembler]
+    ) -> None:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         seed = resolve_seed(params.seed)
         request_id = str(next(self._ids))
-        self._engine.add(request_id, ids, params, seed)
         max_loops = self._profile.model.max_loops
-        assembler = TextAssembler(
+        # Known before it is added: an interrupt in between must not leave a request behind.
+        assemblers[request_id] = TextAssembler(
             self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed
         )
-        return request_id, assembler
+        self._engine.add(request_id, ids, params, seed)
 
     def _settle(self, assemblers: Mapping[str, TextAssembler]) -> None:
         """Abort what still runs and wait until the workers gave every block back."""
@@ -194,21 +194,13 @@ class LLM:
             for request_id, assembler in assemblers.items():
                 if not assembler.finished:
                     self._engine.abort(request_id)
-            self._drain()
+            with interrupts_held():
+                self._driver.drain(self._configuration.cluster.shutdown_timeout)
         except BaseException:
             self.close()  # an engine that cannot be drained is of no further use
             raise
         finally:
             self._busy = False
-
-    def _drain(self) -> None:
-        """Step until nothing is in flight and every release is acknowledged, bounded."""
-        timeout = self._configuration.cluster.shutdown_timeout
-        deadline = time.monotonic() + timeout
-        while self._engine.has_work():
-            if time.monotonic() >= deadline:
-                raise DeadlineError(f"the workers did not come to rest within {timeout:g} s")
-            self._step()
 
     def _step(self) -> list[RequestOutput]:
         with interrupts_held():

@@ -36,7 +36,7 @@ def reserve_place(settings: ClusterSettings, name: str) -> PlacementGroup:
 def await_place(place: PlacementGroup, settings: ClusterSettings) -> None:
     """Wait until a place is granted.
 
-    Raises ConfigError as soon as Ray calls it infeasible and no autoscaler can help, DeadlineError
+    Raises ConfigError as soon as Ray calls it infeasible on the nodes that there are, DeadlineError
     after place_timeout; both name what was asked and what the cluster has.
     """
     deadline = time.monotonic() + settings.place_timeout

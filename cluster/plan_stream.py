@@ -120,6 +120,9 @@ class _Session:
         self._settings = settings
         self._epoch = 0
         self._out: queue.SimpleQueue[FromWorker | Submission | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unanswered: set[Submission] = set()
+        self._ended = False
 
     def end(self, reason: str) -> None:
         """Make the sender stop after what is already queued."""
@@ -139,7 +142,19 @@ class _Session:
             self._out.put(None)
 
     def send(self) -> Iterator[bytes]:
-        """Frames to the scheduler: answers as they come, a beat after every quiet interval."""
+        """Frames to the scheduler: answers as they come, a beat after every quiet interval.
+
+        When nobody reads them any more, what was not answered is retired.
+        """
+        try:
+            yield from self._send()
+        finally:
+            with self._lock:
+                self._ended = True
+            for submission in self._unanswered:
+                submission.retire()
+
+    def _send(self) -> Iterator[bytes]:
         while True:
             try:
                 item = self._out.get(timeout=self._settings.beat_interval)
@@ -163,6 +178,7 @@ class _Session:
             return Fault(self._epoch, str(error))
         finally:
             submission.retire()
+            self._unanswered.discard(submission)
 
     def _handle(self, frame: object) -> None:
         match frame:
@@ -172,6 +188,10 @@ class _Session:
                 self._out.put(Opened(epoch, self._executor.profile()))
             case ExecutionPlan():
                 submission = self._executor.submit(frame)
+                with self._lock:
+                    self._unanswered.add(submission)
+                    if self._ended:
+                        submission.retire()
                 submission.add_done_callback(lambda: self._out.put(submission))
             case Synchronize(epoch, seq):
                 self._executor.synchronize(self._settings.plan_timeout)

@@ -23,8 +23,8 @@ from protocol.errors import (
     ProtocolError,
     WorkerLostError,
 )
-from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.lifecycle import Beat, Fault, Open, Opened, Synchronize, Synchronized
+from protocol.plan_order import PlanOrder
 from protocol.result import PlanResult
 from protocol.submission import FutureSubmission, wait
 
@@ -42,11 +42,9 @@ class RayExecutor:
 
     def __init__(self, address: str, secret: str, epoch: int, settings: ClusterSettings) -> None:
         self._address = address
-        self._epoch = epoch
+        self._order = PlanOrder(epoch)
         self._settings = settings
         self._lock = threading.Lock()
-        self._next_seq = 1
-        self._in_flight = 0
         self._pending: dict[int, Future[PlanResult]] = {}
         self._synchronizing: dict[int, Future[None]] = {}
         self._opened: Future[WorkerProfile] = Future()
@@ -87,13 +85,13 @@ class RayExecutor:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"lost: {self._lost}" if self._lost else "open"
-        where = f"{self._address} epoch {self._epoch}"
-        return f"<RayExecutor {where}, {self._in_flight} in flight, {state}>"
+        where = f"{self._address} epoch {self.epoch}"
+        return f"<RayExecutor {where}, {self._order.in_flight} in flight, {state}>"
 
     @property
     def epoch(self) -> int:
         """The epoch that every plan carries."""
-        return self._epoch
+        return self._order.epoch
 
     def profile(self) -> WorkerProfile:
         """Device, model and room of the worker."""
@@ -108,9 +106,7 @@ class RayExecutor:
         frame = encode(plan)
         with self._lock:
             self._require_open()
-            self._check(plan)
-            self._next_seq += 1
-            self._in_flight += 1
+            self._order.take(plan, self._profile)
             future: Future[PlanResult] = Future()
             self._pending[plan.seq] = future
             self._frames.put(frame)
@@ -121,13 +117,16 @@ class RayExecutor:
         done: Future[None] = Future()
         with self._lock:
             self._require_open()
-            seq = self._next_seq - 1
+            seq = self._order.last_seq
             self._synchronizing[seq] = done
-            self._send(Synchronize(self._epoch, seq))
+            self._send(Synchronize(self.epoch, seq))
         wait(done, timeout, "synchronize")
 
     def shutdown(self, timeout: float) -> None:
-        """End the stream and its threads; the worker drops the epoch. Idempotent."""
+        """End the stream and its threads; idempotent.
+
+        The worker keeps its model, and drops the epoch's slots when the next stream opens.
+        """
         self._closed = True
         self._fail_all(ExecutorClosedError("the executor is shut down; open a new one"))
         self._stop.set()
@@ -141,7 +140,7 @@ class RayExecutor:
     def _open(self, timeout: float) -> None:
         for thread in self._threads:
             thread.start()
-        self._send(Open(self._epoch))
+        self._send(Open(self.epoch))
         self._profile = wait(self._opened, timeout, f"opening a stream to {self._address}")
 
     def _send(self, frame: ToWorker) -> None:
@@ -153,17 +152,9 @@ class RayExecutor:
         if self._lost is not None:
             raise WorkerLostError(self._lost)
 
-    def _check(self, plan: ExecutionPlan) -> None:
-        if plan.epoch != self._epoch:
-            raise ProtocolError(f"plan of epoch {plan.epoch} on an executor of {self._epoch}")
-        if plan.seq != self._next_seq:
-            raise ProtocolError(f"plan {plan.seq} where {self._next_seq} comes next")
-        if self._in_flight >= MAX_PLANS_IN_FLIGHT:
-            raise ProtocolError(f"{self._in_flight} plans in flight; retire one first")
-
     def _retired(self) -> None:
         with self._lock:
-            self._in_flight -= 1
+            self._order.retire()
 
     def _receive(self) -> None:
         try:
@@ -183,7 +174,7 @@ class RayExecutor:
                 self._deliver(frame)
             case Beat():
                 pass
-            case Opened(epoch, profile) if epoch == self._epoch:
+            case Opened(epoch, profile) if epoch == self.epoch:
                 self._opened.set_result(profile)
             case Synchronized(_, seq):
                 with self._lock:
@@ -197,7 +188,7 @@ class RayExecutor:
 
     def _deliver(self, result: PlanResult) -> None:
         with self._lock:
-            future = self._pending.pop(result.seq, None) if result.epoch == self._epoch else None
+            future = self._pending.pop(result.seq, None) if result.epoch == self.epoch else None
         if future is None:
             logger.warning("%r: dropped result %d of epoch %d", self, result.seq, result.epoch)
         else:

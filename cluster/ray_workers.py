@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement_group import await_place, reserve_place
 from cluster.ray_executor import RayExecutor
+from cluster.ray_session import connect_ray
 from cluster.worker_actor import WorkerActor, new_secret
 from protocol.errors import DeadlineError, LoopmeshError, WorkerLostError
 
@@ -60,13 +61,10 @@ class RayWorkers:
         """Place and start `count` workers at once and open epoch 1 of each.
 
         Uses the Ray this process is connected to; else the cluster that RAY_ADDRESS names, or one
-        of its own that ends with close. Raises ConfigError, ModelError, DeadlineError or
-        WorkerLostError; whatever was started by then is taken down.
+        of its own that ends with close. Raises ConfigError, ModelError, StartError, DeadlineError
+        or WorkerLostError; whatever was started by then is taken down.
         """
-        owns_ray = not ray.is_initialized()
-        if owns_ray:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        workers = cls(configuration, owns_ray=owns_ray)
+        workers = cls(configuration, owns_ray=connect_ray())
         try:
             workers._start(count)
         except BaseException:

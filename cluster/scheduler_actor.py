@@ -17,7 +17,7 @@ from cluster.drivers import AsyncDriver
 from cluster.output_stream import OutputStream
 from cluster.workers import open_workers
 from protocol import errors
-from protocol.errors import LoopmeshError, WorkerLostError
+from protocol.errors import ExecutorClosedError, LoopmeshError, WorkerLostError
 from scheduler.engine import Engine
 
 if TYPE_CHECKING:
@@ -71,16 +71,29 @@ class SchedulerActor:
         self._workers: Workers | None = None
         self._driver: AsyncDriver | None = None
         self._reaper: asyncio.Task[None] | None = None
+        self._closed = False
         self._model: ModelProfile
         self._last_result = self._moved = 0.0
 
     async def open(self) -> None:
-        """Start the workers and the driver. Raises what open_workers raises."""
+        """Start the workers and the driver.
+
+        Raises what open_workers raises, ExecutorClosedError when it was closed meanwhile.
+        """
         settings = self._configuration.cluster
         # Starting workers blocks for seconds, and Ray forbids blocking its actors' event loop.
-        self._workers = await asyncio.to_thread(
-            open_workers, self._configuration, self._executor, settings.num_workers
+        opening = asyncio.get_running_loop().run_in_executor(
+            None, open_workers, self._configuration, self._executor, settings.num_workers
         )
+        try:
+            workers = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
+        if self._closed:
+            await asyncio.to_thread(workers.close)
+            raise ExecutorClosedError("the engine was closed while it started")
+        self._workers = workers
         self._model = next(iter(self._workers.executors.values())).profile().model
         self._driver = AsyncDriver(
             self._engine, self._workers.executors, settings.plan_timeout, self._deliver
@@ -94,6 +107,7 @@ class SchedulerActor:
 
     async def close(self) -> None:
         """End every request, then the workers; idempotent, safe half-opened."""
+        self._closed = True
         if self._reaper is not None:
             self._reaper.cancel()
             self._reaper = None
@@ -103,24 +117,30 @@ class SchedulerActor:
         if self._workers is not None:
             await asyncio.to_thread(self._workers.close)
             self._workers = None
+        self._end_streams()
 
     async def check_health(self) -> None:
-        """Raise WorkerLostError when the driver stands still or no worker is left."""
+        """Raise WorkerLostError when the driver stands still or no worker is left.
+
+        Streams end then, so that ingresses look for the engine that takes this one's place.
+        """
+        reason = self._trouble()
+        if reason is not None:
+            self._end_streams()
+            raise WorkerLostError(reason)
+
+    def _trouble(self) -> str | None:
         if self._driver is None:
-            raise WorkerLostError("the engine is not open")
+            return "the engine is not open"
         progress = self._driver.progress
         if progress.error is not None:
-            raise WorkerLostError(progress.error)
+            return progress.error
         if not progress.outstanding or progress.last_result != self._last_result:
             self._last_result, self._moved = progress.last_result, self._now()
         # A plan that takes longer than plan_timeout costs its lane, which is progress too.
         elif self._now() - self._moved > 2 * self._configuration.cluster.plan_timeout:
-            raise WorkerLostError(f"no result since {self._now() - self._moved:.0f} s")
-        if not self._engine.lanes:
-            # Ingresses look for another engine as soon as their stream to this one has ended.
-            for holder in self._consumers.values():
-                holder.stream.end()
-            raise WorkerLostError(NO_WORKER)
+            return f"no result since {self._now() - self._moved:.0f} s"
+        return None if self._engine.lanes else NO_WORKER
 
     async def model(self) -> ModelProfile:
         """The model that the workers serve."""
@@ -172,10 +192,13 @@ class SchedulerActor:
     async def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]:
         """The consumer's output stream; the first, empty frame says that it stands.
 
-        Ends when no more output can come. Raises WorkerLostError from an engine without a worker.
+        A consumer that opens one anew has told its clients that the requests of the last one
+        failed: they are aborted. Ends when no more output can come. Raises WorkerLostError from an
+        engine without a worker.
         """
         if not self._engine.lanes:
             raise WorkerLostError(NO_WORKER)
+        await self._drop(consumer)
         stream = OutputStream()
         self._consumers[consumer] = _Consumer(stream, self._now())
         yield []
@@ -200,10 +223,27 @@ class SchedulerActor:
             await asyncio.sleep(lease / 4)
             for name, holder in list(self._consumers.items()):
                 if self._now() - holder.seen > lease:
-                    logger.info("ingress %s is gone: aborting its requests", name)
-                    for request_id in list(holder.requests):
-                        await self.abort(request_id)
-                    del self._consumers[name]
+                    logger.info("ingress %s is gone", name)
+                    await self._drop(name)
+
+    async def _drop(self, consumer: str) -> None:
+        """Forget a consumer: its requests are aborted, its stream ends."""
+        holder = self._consumers.get(consumer)
+        if holder is not None:
+            for request_id in list(holder.requests):
+                await self.abort(request_id)
+            holder.stream.end()
+            del self._consumers[consumer]
+
+    def _end_streams(self) -> None:
+        for holder in self._consumers.values():
+            holder.stream.end()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _close_opened(opening: asyncio.Future[Workers]) -> None:
+    """Close workers that came up after whoever wanted them had gone."""
+    if opening.exception() is None:
+        opening.result().close()

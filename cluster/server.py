@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from cluster.deployment import build_application
+from cluster.ports import bind_problem, connect_problem
+from cluster.ray_session import ray_session
 from cluster.terminal import progress
 from protocol.errors import ConfigError, LoopmeshError, StartError
 
@@ -28,36 +29,19 @@ APPLICATION = "loopmesh"
 
 
 @contextmanager
-def ray_session(**options: object) -> Iterator[bool]:
-    """Ray while the block runs; yields whether it was opened here, and so ends here.
-
-    Without an `address`, Ray joins the cluster that RAY_ADDRESS names or that runs on this
-    machine, and else starts one of its own, which ends with the block.
-    """
-    if ray.is_initialized():
-        yield False
-        return
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(**(quiet | options))  # type: ignore[arg-type]
-    try:
-        yield True
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
 def serving(
     configuration: Configuration, host: str, port: int, *, ray_ends: bool = False
 ) -> Iterator[str]:
     """The endpoint while the block runs; yields its base URL once it answers.
 
-    Needs Ray; `ray_ends` says that Ray itself, and Serve with it, ends right after. Raises
-    ConfigError when the port is taken, StartError with the replica's own error when the engine
-    cannot start. Another application of the same Ray Serve stays.
+    Needs Ray; `ray_ends` says that Ray itself, and Serve with it, ends right after. Another
+    application of the same Ray Serve stays. Raises ConfigError when the port is taken, or is not
+    that of a Serve which runs already, StartError with the replica's own error when the engine
+    cannot start.
     """
     shared = _serve_runs()
+    _require_port(host, port, shared=shared)
     if not shared:
-        require_free_port(host, port)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(host=host, port=port),
@@ -107,23 +91,18 @@ def run_server(configuration: Configuration, host: str, port: int) -> int:
     return 0
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Raise ConfigError unless a server could listen on host and port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
+def _require_port(host: str, port: int, *, shared: bool) -> None:
+    """Raise ConfigError unless the endpoint can be at (host, port): free, or that of Serve."""
+    if shared:
+        if connect_problem(f"{host}:{port}") is not None:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
-            ) from error
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+                f"Ray Serve already runs on this cluster, and not on {host}:{port}: give the "
+                "--host and --port that it was started with, or end it with `serve shutdown`"
+            )
+    elif problem := bind_problem(host, port):
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({problem}): choose another --port or --host"
+        )
 
 
 def _serve_runs() -> bool:

@@ -300,8 +300,6 @@ _DECODERS: dict[int, Callable[..., Frame]] = {
     _OPENED: lambda epoch, profile: Opened(read_int(epoch), _decode_profile(*profile)),
     _SYNC: lambda epoch, seq: Synchronize(read_int(epoch), read_int(seq)),
     _SYNCED: lambda epoch, seq: Synchronized(read_int(epoch), read_int(seq)),
-    _BEAT: lambda epoch, seq, steps, phase: Beat(
-        read_int(epoch), read_int(seq), read_int(steps), Phase(phase)
-    ),
+    _BEAT: _decode_beat,
     _FAULT: lambda epoch, message: Fault(read_int(epoch), read_text(message)),
 }

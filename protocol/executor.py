@@ -38,7 +38,8 @@ class Submission(Protocol):
         """Wait for the result, at most `timeout` seconds; may be called again.
 
         Raises DeadlineError when the time runs out, WorkerLostError when the worker is gone,
-        ExecutorClosedError after shutdown or retire.
+        ExecutorClosedError when the executor was shut down before the plan had run, and after
+        retire.
         """
 
     def retire(self) -> None:
@@ -61,9 +62,9 @@ class Executor(Protocol):
     def submit(self, plan: ExecutionPlan) -> Submission:
         """Enqueue `plan` and return at once.
 
-        Raises ProtocolError for another epoch, a seq that is not the next one, or more plans in
-        flight than `MAX_PLANS_IN_FLIGHT`; ExecutorClosedError after shutdown; WorkerLostError when
-        the worker is known to be gone.
+        Raises ProtocolError for another epoch, a seq that is not the next one, a plan larger than
+        the worker takes, or more plans in flight than `MAX_PLANS_IN_FLIGHT`; ExecutorClosedError
+        after shutdown; WorkerLostError when the worker is known to be gone.
         """
 
     def lost(self) -> str | None:

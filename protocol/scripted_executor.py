@@ -14,8 +14,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from protocol.errors import ExecutorClosedError, ProtocolError, WorkerLostError
-from protocol.executor import MAX_PLANS_IN_FLIGHT
+from protocol.errors import ExecutorClosedError, WorkerLostError
+from protocol.plan_order import PlanOrder
 from protocol.scripted_worker import ScriptedWorker
 from protocol.submission import FutureSubmission, wait
 
@@ -47,28 +47,26 @@ class ScriptedExecutor:
         manual: bool = False,
     ) -> None:
         self._profile = profile
-        self._epoch = epoch
+        self._order = PlanOrder(epoch)
         self._manual = manual
         self._worker = ScriptedWorker(
             profile, hazard or scripted_hazard, token or scripted_token(profile.model)
         )
         self._lock = threading.Lock()
         self._held: deque[tuple[int, Future[PlanResult], PlanResult]] = deque()
-        self._seq = 0
-        self._in_flight = 0
         self._lost: str | None = None
         self._closed = False
 
     def __repr__(self) -> str:
         return (
-            f"<ScriptedExecutor epoch {self._epoch}: plan {self._seq}, "
-            f"{self._in_flight} in flight, {len(self._held)} held back>"
+            f"<ScriptedExecutor epoch {self.epoch}: plan {self.last_seq}, "
+            f"{self._order.in_flight} in flight, {len(self._held)} held back>"
         )
 
     @property
     def epoch(self) -> int:
         """The epoch that every plan carries."""
-        return self._epoch
+        return self._order.epoch
 
     def profile(self) -> WorkerProfile:
         """The profile it was made with."""
@@ -82,14 +80,11 @@ class ScriptedExecutor:
         future: Future[PlanResult] = Future()
         with self._lock:
             self._check_open()
-            self._check_order(plan)
-            self._worker.check_size(plan)
+            self._order.take(plan, self._profile)
             self._held.append((plan.seq, future, self._worker.run(plan)))
-            self._seq = plan.seq
-            self._in_flight += 1
         if not self._manual:
             self.complete(plan.seq)
-        return FutureSubmission(plan.seq, future, self._read, self._retired)
+        return FutureSubmission(plan.seq, future, lambda result: result, self._retired)
 
     def complete(self, seq: int) -> None:
         """Make the results of all plans up to `seq` ready, in order; earlier ones are no error."""
@@ -114,7 +109,7 @@ class ScriptedExecutor:
     @property
     def last_seq(self) -> int:
         """The seq of the last plan it took; 0 before the first."""
-        return self._seq
+        return self._order.last_seq
 
     def held_keys(self) -> tuple[RequestKey, ...]:
         """The requests that hold a slot on the worker."""
@@ -127,7 +122,7 @@ class ScriptedExecutor:
             self._check_open()
             last = self._held[-1][1] if self._held else None
         if last is not None:
-            wait(last, timeout, f"synchronize with plan {self._seq}")
+            wait(last, timeout, f"synchronize with plan {self.last_seq}")
 
     def shutdown(self, timeout: float) -> None:
         """Reject new plans and end those without a result; idempotent, never waits."""
@@ -143,25 +138,9 @@ class ScriptedExecutor:
         if self._lost is not None:
             raise WorkerLostError(f"scripted worker: {self._lost}")
 
-    def _check_order(self, plan: ExecutionPlan) -> None:
-        if plan.epoch != self._epoch:
-            raise ProtocolError(f"plan of epoch {plan.epoch}, this executor is {self._epoch}")
-        if plan.seq != self._seq + 1:
-            raise ProtocolError(f"plan {plan.seq} follows plan {self._seq}: one is missing")
-        if self._in_flight >= MAX_PLANS_IN_FLIGHT:
-            raise ProtocolError(
-                f"{self._in_flight} plans in flight, at most {MAX_PLANS_IN_FLIGHT}: "
-                "retire submissions first"
-            )
-
-    def _read(self, result: PlanResult) -> PlanResult:
-        if self._closed:
-            raise ExecutorClosedError(f"plan {result.seq}: the scripted executor was shut down")
-        return result
-
     def _retired(self) -> None:
         with self._lock:
-            self._in_flight -= 1
+            self._order.retire()
 
     def _drop_held(self, error: Exception) -> None:
         with self._lock:

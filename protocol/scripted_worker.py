@@ -64,18 +64,6 @@ class ScriptedWorker:
         self._slots.clear()
         self._failed.clear()
 
-    def check_size(self, plan: ExecutionPlan) -> None:
-        """Raise ProtocolError for a step with more rows or tokens than the worker takes."""
-        for step in plan.steps:
-            rows, tokens = len(step.keys), len(step.keys)
-            if isinstance(step, PrefillBatch):
-                tokens = sum(step.counts)
-            if rows > self._profile.num_slots or tokens > self._profile.max_step_tokens:
-                raise ProtocolError(
-                    f"{type(step).__name__} of {rows} rows and {tokens} tokens, at most "
-                    f"{self._profile.num_slots} and {self._profile.max_step_tokens}: split it"
-                )
-
     def run(self, plan: ExecutionPlan) -> PlanResult:
         """Releases, admits, grants, then the steps in order."""
         failures: dict[RequestKey, str] = {}

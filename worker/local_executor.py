@@ -9,10 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from protocol.errors import DeadlineError, ExecutorClosedError, ProtocolError, WorkerLostError
-from protocol.executor import MAX_PLANS_IN_FLIGHT
+from protocol.errors import DeadlineError, ExecutorClosedError, WorkerLostError
 from protocol.lifecycle import Phase
-from protocol.plan import CodaBatch, RecurrentBatch
+from protocol.plan_order import PlanOrder
 from protocol.submission import FutureSubmission, wait
 from worker.outcome import PlanOutcome
 from worker.worker import Worker
@@ -42,9 +41,7 @@ class LocalExecutor:
         self._settings = settings
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._epoch = epoch
-        self._next_seq = 1
-        self._in_flight = 0
+        self._order = PlanOrder(epoch)
         self._done_seq = 0
         self._running = False
         self._closed = False
@@ -76,12 +73,12 @@ class LocalExecutor:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"lost: {self._lost}" if self._lost else "open"
-        return f"<LocalExecutor epoch {self._epoch}, {self._in_flight} in flight, {state}>"
+        return f"<LocalExecutor epoch {self.epoch}, {self._order.in_flight} in flight, {state}>"
 
     @property
     def epoch(self) -> int:
         """The epoch that every plan carries."""
-        return self._epoch
+        return self._order.epoch
 
     def profile(self) -> WorkerProfile:
         """Device, model and room of the worker."""
@@ -100,9 +97,7 @@ class LocalExecutor:
         """Enqueue a plan; see protocol.executor.Executor.submit for what it raises."""
         with self._lock:
             self._require_open()
-            self._check(plan)
-            self._next_seq += 1
-            self._in_flight += 1
+            self._order.take(plan, self._worker.profile)
             lease = self._worker.readback.lease()
             future: Future[PlanOutcome] = Future()
             runner = self._worker.runner
@@ -111,7 +106,7 @@ class LocalExecutor:
         def give_back() -> None:
             with self._lock:
                 self._worker.readback.give_back(lease)
-                self._in_flight -= 1
+                self._order.retire()
 
         return FutureSubmission(plan.seq, future, PlanOutcome.read, give_back)
 
@@ -132,10 +127,8 @@ class LocalExecutor:
         done: Future[None] = Future()
         with self._lock:
             self._require_open()
-            if epoch <= self._epoch:
-                raise ProtocolError(f"epoch {epoch} is not newer than {self._epoch}")
-            self._epoch, self._next_seq, self._done_seq = epoch, 1, 0
-            self._queue.put(_Task(self._worker.runner.reset, done))
+            self._order.begin(epoch)
+            self._queue.put(_Task(self._reset, done))
         wait(done, timeout, f"epoch {epoch}")
 
     def shutdown(self, timeout: float) -> None:
@@ -166,18 +159,9 @@ class LocalExecutor:
         if self._lost is not None:
             raise WorkerLostError(self._lost)
 
-    def _check(self, plan: ExecutionPlan) -> None:
-        if plan.epoch != self._epoch:
-            raise ProtocolError(f"plan of epoch {plan.epoch} on an executor of {self._epoch}")
-        if plan.seq != self._next_seq:
-            raise ProtocolError(f"plan {plan.seq} where {self._next_seq} comes next")
-        if self._in_flight >= MAX_PLANS_IN_FLIGHT:
-            raise ProtocolError(f"{self._in_flight} plans in flight; retire one first")
-        limit = self._worker.readback.rows
-        for kind in (RecurrentBatch, CodaBatch):
-            rows = sum(len(step.keys) for step in plan.steps if isinstance(step, kind))
-            if rows > limit:
-                raise ProtocolError(f"{rows} {kind.__name__} rows exceed {limit}; split the plan")
+    def _reset(self) -> None:
+        self._worker.runner.reset()
+        self._done_seq = 0
 
     def _main(self) -> None:
         try:

@@ -54,9 +54,11 @@ def plan_memory(
         blocks = kv_bytes // block_bytes - 1
         plan = MemoryPlan(min(blocks, useful_blocks), block_bytes, source)
     if plan.num_blocks < planes:
+        mend = f"cache.kv_bytes to at least {(planes + 1) * block_bytes}"
+        if plan.source == "num_blocks":
+            mend = f"cache.num_blocks to at least {planes}"
         raise ConfigError(
             f"KV storage of {max(plan.num_blocks, 0)} blocks ({plan.source}) holds no request: one "
-            f"token needs a block in each of {planes} planes; raise cache.kv_bytes to at least "
-            f"{(planes + 1) * block_bytes} bytes"
+            f"token needs a block in each of {planes} planes; raise {mend}"
         )
     return plan

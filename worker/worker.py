@@ -36,13 +36,11 @@ class Worker:
     def __init__(
         self,
         profile: WorkerProfile,
-        memory: MemoryPlan,
         runner: ModelRunner,
         readback: ReadbackPool,
         storage: KVStorage,
     ) -> None:
         self.profile = profile
-        self.memory = memory
         self.runner = runner
         self.readback = readback
         self._storage = storage
@@ -73,7 +71,7 @@ class Worker:
             device,
         )
         logger.info("%s on %s: %s", model.profile.name, device, memory)
-        storage = KVStorage(memory.num_blocks, *shape, device)
+        storage = open_storage(memory, shape, device)
         slots = SlotTable(
             num_slots=settings.num_slots,
             hidden_size=model.hidden_size,
@@ -96,7 +94,7 @@ class Worker:
         )
         runner = ModelRunner(Device(model, slots, storage, TorchAttention(), device))
         readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
-        return cls(profile, memory, runner, readback, storage)
+        return cls(profile, runner, readback, storage)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else repr(self.runner)
@@ -108,6 +106,19 @@ class Worker:
             self.closed = True
             self.runner.reset()
             self._storage.close()
+
+
+def open_storage(
+    memory: MemoryPlan, shape: tuple[int, int, int, int, torch.dtype], device: torch.device
+) -> KVStorage:
+    """The KV storage of a plan. Raises ConfigError when the device cannot hold it."""
+    try:
+        return KVStorage(memory.num_blocks, *shape, device)
+    except RuntimeError as error:  # torch's OutOfMemoryError is one too
+        raise ConfigError(
+            f"{memory.num_blocks} KV blocks ({memory.source}) of {memory.block_bytes} bytes do not "
+            f"fit on {device}: lower cache.num_blocks or cache.kv_bytes"
+        ) from error
 
 
 def resolve_device(name: str) -> torch.device:

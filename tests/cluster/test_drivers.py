@@ -16,6 +16,7 @@ from protocol.exit_rule import FinishReason
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor
 from scheduler.engine import Engine
+from tests.plans import TIMEOUT
 from tests.scheduler.bench import make_engine, make_profile, reasons, texts
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_sync_and_async_give_the_same(lanes: int) -> None:
     engine = bare_engine()
     sync = SyncDriver(engine, executors(lanes), LIMIT)
     add_all(engine.add)
-    expected = texts(sync.drain())
+    expected = texts(sync.drain(TIMEOUT))
     sync.close(LIMIT)
     assert {name: len(tokens) for name, (tokens, _) in expected.items()} == {
         name: params["max_tokens"] for name, _, params in WORKLOAD
@@ -117,7 +118,7 @@ def test_results_from_another_thread() -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     engine.add("a", [1], SamplingParams(max_tokens=3), 7)
-    outputs = driver.drain()
+    outputs = driver.drain(TIMEOUT)
     done.set()
     thread.join(LIMIT)
     assert reasons(outputs) == {"a": FinishReason.LENGTH}
@@ -127,7 +128,7 @@ def test_results_from_another_thread() -> None:
 def test_a_step_without_work_returns_at_once() -> None:
     driver = SyncDriver(bare_engine(), executors(), LIMIT)
     assert driver.step() == []
-    assert driver.drain() == []
+    assert driver.drain(TIMEOUT) == []
     driver.close(LIMIT)
     driver.close(LIMIT)
 
@@ -146,7 +147,7 @@ def test_drain_after_an_abort_brings_the_blocks_back() -> None:
     engine.add("a", [1] * 9, SamplingParams(max_tokens=9), 7)
     driver.step()
     engine.abort("a")
-    assert driver.drain() == []
+    assert driver.drain(TIMEOUT) == []
     stats = engine.stats()
     assert stats.free_blocks == stats.total_blocks
     driver.close(LIMIT)
@@ -161,7 +162,7 @@ def test_a_worker_lost_in_flight_costs_its_lane_alone() -> None:
         engine.add(request_id, [1], SamplingParams(max_tokens=4), 7)
     outputs = driver.step()
     held.lose("the process died")
-    outputs += driver.drain()
+    outputs += driver.drain(TIMEOUT)
     assert reasons(outputs) == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
     (end,) = [output for output in outputs if output.error]
     assert end.error == "lane-0 was closed: the process died"
@@ -182,7 +183,7 @@ def test_a_plan_without_an_answer_costs_its_lane() -> None:
     engine = bare_engine()
     driver = SyncDriver(engine, executors(manual=True), 0.01)
     engine.add("a", [1], SamplingParams(), 7)
-    (end,) = driver.drain()
+    (end,) = driver.drain(TIMEOUT)
     assert end.error == "lane-0 was closed: no answer to plan 1 within 0.01 s"
     assert not engine.has_work()
     driver.close(LIMIT)
@@ -214,7 +215,7 @@ def test_a_refused_plan_costs_its_lane(closed: bool) -> None:
     driver = SyncDriver(engine, {**executors(2), "lane-0": refusing}, LIMIT)
     for request_id in "ab":
         engine.add(request_id, [1], SamplingParams(max_tokens=2), 7)
-    outputs = driver.drain()
+    outputs = driver.drain(TIMEOUT)
     assert reasons(outputs) == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
     word = "ExecutorClosedError" if closed else "ProtocolError: bad plan"
     assert word in next(output.error for output in outputs if output.error)

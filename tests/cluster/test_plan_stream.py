@@ -19,6 +19,7 @@ from cluster.worker_actor import WorkerActor
 from protocol.codec import decode, encode
 from protocol.config import CacheSettings, ClusterSettings, WorkerSettings
 from protocol.errors import ConfigError, DeadlineError, ExecutorClosedError, WorkerLostError
+from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.identity import RequestKey
 from protocol.lifecycle import Beat, Fault, Open, Opened, Synchronize, Synchronized
 from protocol.plan import ExecutionPlan
@@ -185,6 +186,20 @@ def test_a_cut_stream_costs_the_epoch_and_not_the_model(
     forgotten = PlanSender(again).run(prefill(A, 0, 3))
     assert [row.key for row in forgotten.failed] == [A]
     again.shutdown(TIMEOUT)
+
+
+def test_hanging_up_during_a_plan_costs_the_worker_nothing(
+    address: str, epochs: Iterator[int]
+) -> None:
+    for _ in range(2 * MAX_PLANS_IN_FLIGHT):
+        executor = connect(address, next(epochs))
+        for seq in range(1, MAX_PLANS_IN_FLIGHT + 1):
+            executor.submit(ExecutionPlan(executor.epoch, seq))
+        executor.shutdown(TIMEOUT)
+    last = PlanSender(connect(address, next(epochs)))
+    held = [last.submit() for _ in range(MAX_PLANS_IN_FLIGHT)]
+    assert [submission.collect(TIMEOUT).seq for submission in held] == [1, 2, 3, 4]
+    last.executor.shutdown(TIMEOUT)
 
 
 def test_a_newer_stream_takes_the_worker_over(address: str, epochs: Iterator[int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from protocol.config import (
 )
 from protocol.errors import (
     CapacityError,
+    ExecutorClosedError,
     LoopmeshError,
     OverloadedError,
     RequestError,
@@ -32,7 +35,7 @@ from scheduler.output import RequestOutput
 from tests.plans import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection
 
     from scheduler.stats import EngineStats
 
@@ -205,6 +208,82 @@ def test_an_engine_that_closes_ends_its_requests_with_an_error() -> None:
             assert last.finish_reason is FinishReason.ERROR
 
     asyncio.run(run())
+
+
+def test_a_stream_opened_anew_aborts_what_the_last_one_served() -> None:
+    async def run() -> None:
+        async with engine() as actor, aclosing(actor.outputs("ingress-1")) as old:
+            await anext(old)
+            await actor.submit("ingress-1", "r1", PROMPT, LONG, 1)
+            async with aclosing(actor.outputs("ingress-1")) as new:
+                await anext(new)
+                await until(at_rest, actor)
+                assert (await actor.stats()).finished[FinishReason.ABORT] == 1
+                left = [output async for frame in old for output in frame]
+                assert left[-1].finish_reason is FinishReason.ABORT
+
+    asyncio.run(run())
+
+
+def test_an_ingress_whose_lease_ran_out_finds_its_way_back() -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            await collect(client, SHORT)
+            # The client holds the only stream; a name that lapses is what a lost renewal leads to.
+            lapsed = EngineClient(_NeverRenewed(actor), CONFIGURATION.api.consumer_lease)
+            lapsed.start()
+            try:
+                assert len(await collect(lapsed, SHORT)) >= 1
+                await asyncio.sleep(2 * CONFIGURATION.api.consumer_lease)
+                while True:
+                    with contextlib.suppress(WorkerLostError):
+                        assert len(await collect(lapsed, SHORT)) >= 1
+                        return
+            finally:
+                await lapsed.close()
+
+    asyncio.run(run())
+
+
+class _NeverRenewed:
+    """A SchedulerActor whose renewals all get lost on the way."""
+
+    def __init__(self, actor: SchedulerActor) -> None:
+        self.model, self.stats = actor.model, actor.stats
+        self.submit, self.abort, self.outputs = actor.submit, actor.abort, actor.outputs
+
+    async def renew(self, consumer: str, serving: Collection[str]) -> None:
+        raise ConnectionError(f"{consumer} with {len(serving)} requests is cut off")
+
+
+def test_streams_end_with_the_engine() -> None:
+    async def run() -> None:
+        async with engine() as actor, aclosing(actor.outputs("ingress-1")) as frames:
+            await anext(frames)
+            await actor.close()
+            assert [frame async for frame in frames] == []
+            with pytest.raises(WorkerLostError):
+                await anext(actor.outputs("ingress-2"))
+
+    asyncio.run(run())
+
+
+def test_an_engine_closed_while_it_starts_leaves_no_worker() -> None:
+    async def run() -> None:
+        actor = SchedulerActor(CONFIGURATION, executor="local")
+        opening = asyncio.ensure_future(actor.open())
+        await asyncio.sleep(0)
+        await actor.close()
+        with pytest.raises(ExecutorClosedError, match="while it started"):
+            await opening
+
+    before = device_threads()
+    asyncio.run(run())
+    assert device_threads() == before
+
+
+def device_threads() -> int:
+    return sum(thread.name == "loopmesh-device" for thread in threading.enumerate())
 
 
 def test_waiting_outputs_of_one_request_are_merged() -> None:

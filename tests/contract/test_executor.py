@@ -303,6 +303,16 @@ def test_a_healthy_worker_is_not_lost(sender: PlanSender) -> None:
     assert repr(sender.executor)
 
 
+def test_a_plan_larger_than_the_worker_takes_is_refused_and_changes_nothing(
+    sender: PlanSender,
+) -> None:
+    limit = sender.executor.profile().max_step_tokens
+    with pytest.raises(ProtocolError, match="split"):
+        sender.submit(prefill(A, 0, limit + 1))
+    sender.seq -= 1
+    assert sender.run().seq == sender.seq
+
+
 def test_shutdown_ends_what_is_in_flight_and_refuses_more(
     opener: Callable[[], Executor],
 ) -> None:

@@ -200,9 +200,9 @@ def test_shutdown_ends_everything() -> None:
     executor.complete(1)
     executor.shutdown(1.0)
     executor.shutdown(1.0)
-    for submission in (done, pending):
-        with pytest.raises(ExecutorClosedError):
-            submission.collect(0.0)
+    assert done.collect(1.0).seq == 1
+    with pytest.raises(ExecutorClosedError):
+        pending.collect(0.0)
     with pytest.raises(ExecutorClosedError):
         executor.submit(ExecutionPlan(1, 3))
     assert executor.lost() is None

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from cluster.llm import LLM
-from cluster.server import free_port
+from cluster.ports import free_port
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:

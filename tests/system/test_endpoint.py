@@ -14,7 +14,8 @@ import openai
 import pytest
 from ray import serve
 
-from cluster.server import APPLICATION, free_port, serving
+from cluster.ports import free_port
+from cluster.server import APPLICATION, serving
 from protocol.config import (
     ApiSettings,
     CacheSettings,

@@ -56,6 +56,7 @@ def test_a_new_epoch_drops_requests_and_counts_anew(executor: LocalExecutor) -> 
     sender.run(prefill(A, 0, 5), admits=(admit,))
     executor.begin_epoch(5, TIMEOUT)
     assert executor.epoch == 5
+    assert executor.progress()[0] == 0
     with pytest.raises(ProtocolError, match="epoch 1"):
         executor.submit(ExecutionPlan(1, 2))
     again = PlanSender(executor)

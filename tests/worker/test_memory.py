@@ -8,7 +8,7 @@ import torch
 from protocol.config import CacheSettings
 from protocol.errors import ConfigError
 from worker.memory import CPU_KV_BYTES, MemoryPlan, plan_memory
-from worker.worker import resolve_device
+from worker.worker import open_storage, resolve_device
 
 CPU = torch.device("cpu")
 BLOCK = 131_072
@@ -30,10 +30,24 @@ def test_the_cpu_default_is_capped_by_what_the_slots_can_fill() -> None:
     assert whole == MemoryPlan(CPU_KV_BYTES // BLOCK - 1, BLOCK, "cpu default")
 
 
-@pytest.mark.parametrize("cache", [CacheSettings(num_blocks=3), CacheSettings(kv_bytes=4 * BLOCK)])
-def test_less_than_a_block_a_plane_is_refused_with_the_numbers(cache: CacheSettings) -> None:
-    with pytest.raises(ConfigError, match=rf"3 blocks.*4 planes.*{5 * BLOCK} bytes"):
+@pytest.mark.parametrize(
+    ("cache", "mend"),
+    [
+        (CacheSettings(num_blocks=3), "num_blocks to at least 4"),
+        (CacheSettings(kv_bytes=4 * BLOCK), f"kv_bytes to at least {5 * BLOCK}"),
+    ],
+)
+def test_less_than_a_block_a_plane_is_refused_with_the_mend(
+    cache: CacheSettings, mend: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"3 blocks.*4 planes.*{mend}"):
         plan_memory(cache, BLOCK, 4, 10_000, CPU)
+
+
+def test_storage_that_no_machine_has_is_refused_with_the_mend() -> None:
+    plan = MemoryPlan(10**11, BLOCK, "num_blocks")
+    with pytest.raises(ConfigError, match=r"100000000000 KV blocks.*lower cache\.num_blocks"):
+        open_storage(plan, (4, 4, 16, 64, torch.float32), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
