@@ -23,6 +23,7 @@ from protocol.config import (
     Configuration,
     WorkerSettings,
 )
+from protocol.errors import ConfigError
 from tests.ray_cluster import eventually, live_placement_groups, local_ray
 
 if TYPE_CHECKING:
@@ -214,6 +215,16 @@ def test_a_client_that_leaves_is_aborted(url: str, stream: bool) -> None:
 def finished(reason: str) -> int:
     counts = {key.value: count for key, count in engine_stats().finished.items()}
     return counts.get(reason, 0)
+
+
+def test_a_second_server_must_share_the_port_that_serve_has(url: str) -> None:
+    other = free_port()
+    with (
+        pytest.raises(ConfigError, match=f"not on 127.0.0.1:{other}"),
+        serving(CONFIGURATION, "127.0.0.1", other),
+    ):
+        pass
+    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
 
 
 def test_a_killed_worker_ends_its_requests_and_the_other_goes_on(
