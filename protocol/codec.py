@@ -27,6 +27,7 @@ from protocol.columns import (
     unpack_table,
 )
 from protocol.errors import ProtocolError
+from protocol.layout import Layout
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import (
     Admission,
@@ -263,10 +264,14 @@ def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
         profile.block_size,
         profile.planes,
         profile.max_step_tokens,
+        profile.layout.value,
     )
 
 
-def _decode_profile(model: Packed, device: str, dtype: str, *sizes: int) -> WorkerProfile:
+def _decode_profile(
+    model: Packed, device: str, dtype: str, *sizes_and_layout: int | str
+) -> WorkerProfile:
+    *sizes, layout = sizes_and_layout
     name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
     num_slots, num_blocks, block_size, planes, max_step_tokens = (read_int(size) for size in sizes)
     return WorkerProfile(
@@ -286,6 +291,7 @@ def _decode_profile(model: Packed, device: str, dtype: str, *sizes: int) -> Work
         block_size,
         planes,
         max_step_tokens,
+        Layout(layout),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
+from protocol.layout import Layout
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -36,6 +37,8 @@ class ModelSettings(Settings):
 class CacheSettings(Settings):
     """KV storage of one worker. At most one of `num_blocks` and `kv_bytes` is set.
 
+    `layout` "shared" keeps one plane for all depths; see protocol/layout.py for what that means.
+
     With neither, a CPU worker takes 256 MiB and a CUDA worker 80 % of the memory that is free
     once the model is loaded.
     """
@@ -43,6 +46,7 @@ class CacheSettings(Settings):
     block_size: Count = 16
     num_blocks: Count | None = None
     kv_bytes: Count | None = None
+    layout: Layout = Layout.LAST_EXITED
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.layout import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
@@ -44,8 +46,14 @@ class WorkerProfile:
     block_size: int
     planes: int
     max_step_tokens: int
+    layout: Layout = Layout.LAST_EXITED
 
     def __post_init__(self) -> None:
         sizes = (self.num_slots, self.num_blocks, self.block_size, self.planes)
         if min(*sizes, self.max_step_tokens) < 1:
             raise ValueError("worker profile: sizes are at least 1")
+        if self.planes != self.layout.planes(self.model.max_loops):
+            raise ValueError(
+                f"worker profile: {self.planes} planes for {self.model.max_loops} loops are not "
+                f"the layout {self.layout.value}"
+            )

@@ -78,22 +78,22 @@ class Engine:
         """Open a lane over one epoch of a worker.
 
         Raises ConfigError for a name in use, an epoch that is not newer than the name's last, a
-        model other than that of the open lanes, or planes that are not one a depth.
+        model or KV layout other than that of the open lanes.
         """
         if lane in self._lanes:
             raise ConfigError(f"lane {lane} is open already: close it first")
         if epoch <= self._epochs.get(lane, 0):
             raise ConfigError(f"lane {lane}: epoch {epoch} is not after {self._epochs[lane]}")
-        if profile.planes != profile.model.max_loops:
-            raise ConfigError(
-                f"lane {lane}: {profile.planes} planes for {profile.model.max_loops} loops; "
-                "the LAST_EXITED layout needs one plane a depth"
-            )
         for other in self._lanes.values():
             if other.profile.model.fingerprint != profile.model.fingerprint:
                 raise ConfigError(
                     f"lane {lane} serves model {profile.model.fingerprint}, lane {other.name} "
                     f"{other.profile.model.fingerprint}: give every worker the same model"
+                )
+            if other.profile.layout is not profile.layout:
+                raise ConfigError(
+                    f"lane {lane} keeps KV in the layout {profile.layout.value}, lane {other.name} "
+                    f"in {other.profile.layout.value}: give every worker the same"
                 )
         self._lanes[lane] = Lane(lane, epoch, profile, self._settings)
         self._epochs[lane] = epoch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from protocol.layout import Layout
 from worker.attention.backend import PackedChunks, PagedRows, paged_attention
 from worker.attention.torch_backend import TorchAttention
 from worker.kv_storage import KVStorage
@@ -27,10 +28,15 @@ class ModelDriver:
     """
 
     def __init__(
-        self, model: LoopedModel, sequences: int = 1, max_tokens: int = 64, block_size: int = 16
+        self,
+        model: LoopedModel,
+        sequences: int = 1,
+        max_tokens: int = 64,
+        block_size: int = 16,
+        layout: Layout = Layout.LAST_EXITED,
     ) -> None:
         self.model = model
-        self.planes = model.profile.max_loops
+        self.planes = layout.planes(model.profile.max_loops)
         self.block_size = block_size
         width = -(-max_tokens // block_size)
         count = sequences * self.planes * width
@@ -82,7 +88,7 @@ class ModelDriver:
         device = self.model.device
         position = torch.tensor(positions, device=device)
         owner = torch.tensor(sequences, device=device)
-        depth = torch.tensor(depths, device=device)
+        depth = torch.tensor(depths, device=device).clamp(max=self.planes - 1)
         rows = PagedRows(
             positions=position,
             blocks=self.tables[owner, depth, position // self.block_size],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.exit_rule import exits, survival_bound
+from protocol.layout import Layout
 from protocol.rng import Purpose, RngKey
 from tests.model_driver import ModelDriver
 from worker.sampling.philox import uniform
@@ -40,13 +41,21 @@ class ReferenceRun:
 
 @torch.inference_mode()
 def reference_run(
-    model: LoopedModel, prompt: Sequence[int], params: SamplingParams, seed: int
+    model: LoopedModel,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    layout: Layout = Layout.LAST_EXITED,
 ) -> ReferenceRun:
-    """Generate as the LAST_EXITED layout and the `ouro` exit rule define it."""
-    driver = ModelDriver(model, max_tokens=len(prompt) + params.max_tokens)
+    """Generate as the layout and the `ouro` exit rule define it."""
+    driver = ModelDriver(model, max_tokens=len(prompt) + params.max_tokens, layout=layout)
     run = ReferenceRun()
     full = model.profile.max_loops
-    hidden, depth = driver.prefill([(0, 0, prompt)])[-1][-1:], full
+    if layout is Layout.LAST_EXITED:
+        hidden, depth = driver.prefill([(0, 0, prompt)])[-1][-1:], full
+    else:  # one token after the other, each through all loops
+        for position, token in enumerate(prompt):
+            hidden, depth = _full_pass(driver, token, position), full
     for index in range(params.max_tokens):
         token = _sample(model.logits(hidden)[0], params, seed, index, run)
         run.tokens.append(token)
@@ -59,6 +68,13 @@ def reference_run(
         hidden, depth = _loops(driver, token, position, params, run)
         _copy_exit(driver, position, depth)
     return run
+
+
+def _full_pass(driver: ModelDriver, token: int, position: int) -> Tensor:
+    hidden = driver.model.embed(torch.tensor([token]))
+    for depth in range(driver.model.profile.max_loops):
+        hidden = driver.decode(hidden, [0], [position], [depth])
+    return hidden
 
 
 def _loops(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.exit_rule import round_to_float32
 from protocol.identity import RequestKey
+from protocol.layout import Layout
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import (
     Admission,
@@ -107,31 +108,34 @@ def results(draw: st.DrawFn) -> PlanResult:
     )
 
 
-profiles = st.builds(
-    WorkerProfile,
-    model=st.builds(
-        ModelProfile,
-        name=text,
-        fingerprint=text,
-        vocab_size=counts,
-        max_positions=counts,
-        max_loops=counts,
-        eos_ids=st.lists(numbers, max_size=3).map(tuple),
-        exit_threshold=st.floats(0.0, 1.0),
-    ),
-    device=text,
-    dtype=text,
-    num_slots=counts,
-    num_blocks=counts,
-    block_size=counts,
-    planes=counts,
-    max_step_tokens=counts,
+models = st.builds(
+    ModelProfile,
+    name=text,
+    fingerprint=text,
+    vocab_size=counts,
+    max_positions=counts,
+    max_loops=counts,
+    eos_ids=st.lists(numbers, max_size=3).map(tuple),
+    exit_threshold=st.floats(0.0, 1.0),
 )
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> WorkerProfile:
+    """Profiles whose planes are those of their layout."""
+    model, layout = draw(models), draw(st.sampled_from(Layout))
+    slots, blocks, block_size, tokens = (draw(counts) for _ in range(4))
+    planes = layout.planes(model.max_loops)
+    return WorkerProfile(
+        model, draw(text), draw(text), slots, blocks, block_size, planes, tokens, layout
+    )
+
+
 frames: st.SearchStrategy[Frame] = st.one_of(
     plans,
     results(),
     st.builds(Open, sequence_numbers),
-    st.builds(Opened, sequence_numbers, profiles),
+    st.builds(Opened, sequence_numbers, profiles()),
     st.builds(Synchronize, sequence_numbers, sequence_numbers),
     st.builds(Synchronized, sequence_numbers, sequence_numbers),
     st.builds(Beat, sequence_numbers, numbers, numbers, st.sampled_from(Phase)),

@@ -35,8 +35,10 @@ def decode_rows(
 ) -> PagedRows:
     """Addresses of one query a row, each in its own plane.
 
-    slots, positions, depths int64 [N]; `width` blocks hold the longest row's positions.
+    slots, positions, depths int64 [N]; `width` blocks hold the longest row's positions. A table of
+    one plane serves every depth.
     """
+    depths = depths.clamp(max=table.planes - 1)
     blocks = table.tables[slots, depths, positions // table.block_size]
     return PagedRows(
         positions=positions,

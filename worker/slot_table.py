@@ -51,6 +51,7 @@ class SlotTable:
         num_slots: int,
         hidden_size: int,
         planes: int,
+        max_loops: int,
         max_positions: int,
         block_size: int,
         scratch_block: int,
@@ -60,6 +61,7 @@ class SlotTable:
         width = -(-max_positions // block_size)
         self.block_size = block_size
         self.planes = planes
+        self._max_loops = max_loops
         self._scratch = scratch_block
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[RequestKey, Slot] = {}
@@ -111,7 +113,7 @@ class SlotTable:
         index = self._free.pop()
         slot = Slot(
             index=index,
-            progress=RowProgress(key, len(admission.prompt), self.planes),
+            progress=RowProgress(key, len(admission.prompt), self._max_loops),
             sampling=SamplingKind(
                 random=admission.temperature > 0.0,
                 top_k=admission.top_k > 0,

@@ -47,20 +47,53 @@ class Device:
 def run_prefill(
     on: Device, batch: PrefillBatch, slots: Sequence[int], last: Sequence[bool]
 ) -> None:
-    """Run prompt chunks through every depth, a whole chunk at each depth before the next.
+    """Run prompt chunks through every depth.
 
     `last` marks the chunks that end their prompt: the hidden state of their final token stays in
     the slot for the first CODA.
     """
+    if on.slots.planes == 1 < on.model.profile.max_loops:
+        hidden = _prefill_by_position(on, batch, slots)
+    else:
+        hidden = _prefill_by_depth(on, batch, slots)
+    ended = [index for index, ends_prompt in enumerate(last) if ends_prompt]
+    if ended:
+        on.slots.hidden[column([slots[index] for index in ended], on.device)] = hidden[
+            column(ended, on.device)
+        ]
+
+
+def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
+    """A whole chunk at each depth before the next; final hidden states [chunks, hidden_size]."""
     rows = prefill_rows(on.slots, batch, slots, on.device)
     hidden = on.model.embed(rows.tokens)
     for depth in range(on.model.profile.max_loops):
         attend = paged_attention(on.attention, on.storage, rows.at_depth(on.slots, depth))
         hidden = on.model.loop(hidden, rows.positions, attend)
-    ended = [index for index, ends_prompt in enumerate(last) if ends_prompt]
-    if ended:
-        finals = column([rows.bounds[index + 1] - 1 for index in ended], on.device)
-        on.slots.hidden[column([slots[index] for index in ended], on.device)] = hidden[finals]
+    return hidden[column([bound - 1 for bound in rows.bounds[1:]], on.device)]
+
+
+def _prefill_by_position(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
+    """Each token through every depth before the next one of its request (SHARED).
+
+    A token's last loop overwrites what its earlier ones wrote, and the next token reads that; run
+    by depth, the result would depend on where chunks begin. Requests run side by side. Returns the
+    final hidden states [chunks, hidden_size].
+    """
+    finals = on.slots.hidden.new_zeros(len(slots), on.slots.hidden.shape[1])
+    for wave in range(max(batch.counts)):
+        chunks = [index for index, count in enumerate(batch.counts) if wave < count]
+        positions = [batch.starts[index] + wave for index in chunks]
+        slot = column([slots[index] for index in chunks], on.device)
+        position = column(positions, on.device)
+        width = table_width(on.slots, positions)
+        rows = decode_rows(on.slots, slot, position, position.new_zeros(len(chunks)), width)
+        attend = paged_attention(on.attention, on.storage, rows)
+        hidden = on.model.embed(on.slots.prompt[slot, position])
+        for _ in range(on.model.profile.max_loops):
+            hidden = on.model.loop(hidden, position, attend)
+        finals[column(chunks, on.device)] = hidden
+    return finals
 
 
 def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
@@ -122,6 +155,7 @@ def run_coda(
 def finalize(on: Device, batch: CodaBatch, slots: Sequence[int]) -> None:
     """Copy each position's KV from its exit plane into every deeper plane (LAST_EXITED).
 
+    With one plane (SHARED) there is none deeper.
     Example: 4 planes, exit depth 2 -> plane 1 is copied to planes 2 and 3; exit depth 4 copies
     nothing.
     """

@@ -9,6 +9,7 @@ import torch
 
 from protocol.errors import ConfigError
 from protocol.executor import MAX_PLANS_IN_FLIGHT
+from protocol.layout import Layout
 from protocol.profile import WorkerProfile
 from worker.attention.torch_backend import TorchAttention
 from worker.kv_storage import KVStorage
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from worker.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
+
+SHARED_WARNING = (
+    "KV layout shared: %s says nothing of having been trained for it. Every loop then reads KV "
+    "that it never saw in training, and the text may be of no use; layout last_exited keeps the "
+    "model's function"
+)
 
 
 class Worker:
@@ -59,7 +66,10 @@ class Worker:
         directory = resolve_model(settings.model)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
         model = load_model(directory, dtype, device, settings.model.model)
-        planes = model.profile.max_loops
+        layout = settings.cache.layout
+        if layout is Layout.SHARED:
+            logger.warning(SHARED_WARNING, model.profile.name)
+        planes = layout.planes(model.profile.max_loops)
         block_size = settings.cache.block_size
         shape = (model.num_layers, model.kv_heads, block_size, model.head_dim, dtype)
         pages = -(-model.profile.max_positions // block_size)
@@ -76,6 +86,7 @@ class Worker:
             num_slots=settings.num_slots,
             hidden_size=model.hidden_size,
             planes=planes,
+            max_loops=model.profile.max_loops,
             max_positions=model.profile.max_positions,
             block_size=block_size,
             scratch_block=storage.scratch_block,
@@ -91,6 +102,7 @@ class Worker:
             block_size=block_size,
             planes=planes,
             max_step_tokens=settings.max_step_tokens,
+            layout=layout,
         )
         runner = ModelRunner(Device(model, slots, storage, TorchAttention(), device))
         readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)

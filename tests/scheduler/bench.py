@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.config import SchedulerSettings
+from protocol.layout import Layout
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.profile import ModelProfile, WorkerProfile
 from protocol.sampling import SamplingParams
@@ -36,19 +37,21 @@ def make_profile(
     num_slots: int = 4,
     num_blocks: int = 256,
     block_size: int = 4,
-    planes: int = 4,
+    layout: Layout = Layout.LAST_EXITED,
     max_step_tokens: int = 32,
 ) -> WorkerProfile:
     """A small CPU worker."""
+    model = model or make_model()
     return WorkerProfile(
-        model or make_model(),
+        model,
         "cpu",
         "float32",
         num_slots,
         num_blocks,
         block_size,
-        planes,
+        layout.planes(model.max_loops),
         max_step_tokens,
+        layout,
     )
 
 

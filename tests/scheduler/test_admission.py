@@ -14,6 +14,7 @@ from protocol.errors import (
     RequestError,
     WorkerLostError,
 )
+from protocol.layout import Layout
 from protocol.sampling import SamplingParams
 from tests.scheduler.bench import Bench, make_engine, make_model, make_profile
 
@@ -107,8 +108,8 @@ def test_lanes_are_checked() -> None:
         engine.add_lane("lane-0", 2, make_profile())
     with pytest.raises(ConfigError, match="lane-1 serves model other, lane lane-0 toy"):
         engine.add_lane("lane-1", 1, make_profile(model=make_model("other")))
-    with pytest.raises(ConfigError, match="2 planes for 4 loops"):
-        engine.add_lane("lane-1", 1, make_profile(planes=2))
+    with pytest.raises(ConfigError, match=r"lane-1 keeps KV in the layout shared, lane lane-0 in"):
+        engine.add_lane("lane-1", 1, make_profile(layout=Layout.SHARED))
     engine.close_lane("lane-0", "gone")
     with pytest.raises(ConfigError, match="epoch 1 is not after 1"):
         engine.add_lane("lane-0", 1, make_profile())

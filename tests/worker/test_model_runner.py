@@ -55,6 +55,7 @@ class Bench:
             num_slots=NUM_SLOTS,
             hidden_size=model.hidden_size,
             planes=self.planes,
+            max_loops=self.planes,
             max_positions=64,
             block_size=BLOCK_SIZE,
             scratch_block=self.storage.scratch_block,

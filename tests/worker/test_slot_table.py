@@ -22,6 +22,7 @@ def table() -> SlotTable:
         num_slots=2,
         hidden_size=8,
         planes=3,
+        max_loops=3,
         max_positions=20,
         block_size=4,
         scratch_block=SCRATCH,
