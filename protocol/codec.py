@@ -37,6 +37,7 @@ from protocol.plan import (
     PrefillBatch,
     PreludeBatch,
     RecurrentBatch,
+    Resume,
 )
 from protocol.profile import ModelProfile, WorkerProfile
 from protocol.result import (
@@ -48,6 +49,7 @@ from protocol.result import (
     RecurrentResult,
 )
 from protocol.rng import RngKey
+from protocol.snapshot_columns import pack_answers, pack_room, unpack_answers, unpack_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,7 +179,9 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
     ]
     grants = [(keys.index(item.key), pack_table(item.tables)) for item in plan.grants]
     steps = _pack_steps(_BATCHES, plan.steps, keys)
-    return (_PLAN, plan.epoch, plan.seq, keys.fields(), releases, admits, grants, steps)
+    resumes = [(keys.index(item.key), pack_table(item.tables)) for item in plan.resumes]
+    changes = (releases, admits, grants, steps, keys.column(plan.suspends), resumes)
+    return (_PLAN, plan.epoch, plan.seq, keys.fields(), *changes)
 
 
 def _decode_plan(
@@ -188,6 +192,8 @@ def _decode_plan(
     admits: Packed,
     grants: Packed,
     steps: Packed,
+    suspends: bytes,
+    resumes: Packed,
 ) -> ExecutionPlan:
     table = read_key_table(keys)
     return ExecutionPlan(
@@ -197,6 +203,8 @@ def _decode_plan(
         admits=tuple(_decode_admission(table, *fields) for fields in admits),
         grants=tuple(Grant(table[read_index(key, table)], unpack_table(t)) for key, t in grants),
         steps=_unpack_steps(_BATCHES, steps, table),
+        suspends=read_keys(table, suspends),
+        resumes=tuple(Resume(table[read_index(key, table)], unpack_table(t)) for key, t in resumes),
     )
 
 
@@ -227,13 +235,21 @@ def _result_fields(result: PlanResult) -> tuple[object, ...]:
     steps = _pack_steps(_RESULTS, result.steps, keys)
     failed = [(keys.index(row.key), row.message) for row in result.failed]
     times = pack_column("i", [min(us, 2**31 - 1) for us in result.device_us])
-    return (_RESULT, result.epoch, result.seq, keys.fields(), steps, failed, times)
+    answers = pack_answers(result.suspended, result.lost, keys)
+    return (_RESULT, result.epoch, result.seq, keys.fields(), steps, failed, times, answers)
 
 
 def _decode_result(
-    epoch: int, seq: int, keys: Packed, steps: Packed, failed: Packed, device_us: bytes
+    epoch: int,
+    seq: int,
+    keys: Packed,
+    steps: Packed,
+    failed: Packed,
+    device_us: bytes,
+    answers: Packed,
 ) -> PlanResult:
     table = read_key_table(keys)
+    suspended, lost = unpack_answers(answers, table)
     return PlanResult(
         epoch=read_int(epoch),
         seq=read_int(seq),
@@ -242,6 +258,8 @@ def _decode_result(
             FailedRow(table[read_index(key, table)], read_text(text)) for key, text in failed
         ),
         device_us=unpack_column("i", device_us),
+        suspended=suspended,
+        lost=lost,
     )
 
 
@@ -259,6 +277,7 @@ def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
         ),
         profile.device,
         profile.dtype,
+        pack_room(profile.snapshots),
         profile.num_slots,
         profile.num_blocks,
         profile.block_size,
@@ -269,7 +288,7 @@ def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
 
 
 def _decode_profile(
-    model: Packed, device: str, dtype: str, *sizes_and_layout: int | str
+    model: Packed, device: str, dtype: str, snapshots: Packed, *sizes_and_layout: int | str
 ) -> WorkerProfile:
     *sizes, layout = sizes_and_layout
     name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
@@ -292,6 +311,7 @@ def _decode_profile(
         planes,
         max_step_tokens,
         Layout(layout),
+        unpack_room(snapshots),
     )
 
 

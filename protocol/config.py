@@ -59,7 +59,8 @@ class WorkerSettings(Settings):
     """One worker: its device, its slots and its largest step.
 
     `device` "auto" is cuda where there is one, else cpu. `num_threads` bounds the CPU threads of
-    one worker; None leaves torch's choice.
+    one worker; None leaves torch's choice. `snapshot_bytes` bounds the host memory that suspended
+    requests take; 0 keeps none of them.
     """
 
     model: ModelSettings = ModelSettings()
@@ -68,6 +69,7 @@ class WorkerSettings(Settings):
     num_slots: Count = 32
     max_step_tokens: Count = 512
     num_threads: Count | None = None
+    snapshot_bytes: Annotated[int, Field(strict=True, ge=0)] = 256 * 2**20
 
     @model_validator(mode="after")
     def _check(self) -> Self:

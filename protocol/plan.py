@@ -75,6 +75,21 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """A suspended request goes on over these blocks, in whatever slot is free.
+
+    Its KV is written into them anew, so no other request may read them.
+    """
+
+    key: RequestKey
+    tables: BlockTable
+
+    def __post_init__(self) -> None:
+        require_non_negative(f"resume of {self.key}", *self.tables)
+        require_equal_lengths(f"resume of {self.key}", *self.tables)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Prompt chunks [start, start + count) through every depth; ids come from the admission."""
 
@@ -150,8 +165,11 @@ Step: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch
 class ExecutionPlan:
     """One frame of a worker's ordered stream.
 
-    `seq` counts the frames of an epoch from 1. A worker applies releases, then admits, then
-    grants, then runs the steps in order. A plan without steps is legal and is answered.
+    `seq` counts the frames of an epoch from 1. A worker applies releases, then suspends, resumes,
+    admits and grants, then runs the steps in order. A plan without steps is legal and is answered.
+
+    A suspended request leaves its slot and its blocks, which may go to others once the plan's
+    result is applied; its snapshot stays on the worker until it is resumed or released.
     """
 
     epoch: int
@@ -160,6 +178,8 @@ class ExecutionPlan:
     admits: tuple[Admission, ...] = ()
     grants: tuple[Grant, ...] = ()
     steps: tuple[Step, ...] = ()
+    suspends: tuple[RequestKey, ...] = ()
+    resumes: tuple[Resume, ...] = ()
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.layout import Layout
+from protocol.snapshot import NO_SNAPSHOTS, SnapshotRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class WorkerProfile:
 
     `num_blocks` counts usable KV blocks over all planes, the scratch block already taken out;
     a request of T tokens needs planes * ceil(T / block_size). `max_step_tokens` bounds the rows
-    of a decode step and the tokens of a prefill step.
+    of a decode step and the tokens of a prefill step. `snapshots` is the room for suspended
+    requests.
     """
 
     model: ModelProfile
@@ -47,6 +49,7 @@ class WorkerProfile:
     planes: int
     max_step_tokens: int
     layout: Layout = Layout.LAST_EXITED
+    snapshots: SnapshotRoom = NO_SNAPSHOTS
 
     def __post_init__(self) -> None:
         sizes = (self.num_slots, self.num_blocks, self.block_size, self.planes)

@@ -13,6 +13,7 @@ from protocol.plan import require_equal_lengths, require_non_negative
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
+    from protocol.snapshot import SnapshotHandle, SnapshotLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,10 @@ class PlanResult:
 
     Applying it also acknowledges the plan's releases. `device_us` is the time of each step on the
     device, in microseconds, in the plan's order.
+
+    A suspend is answered by its handle in `suspended`, or in `lost` when nothing could be kept; a
+    resume that found nothing to go on from is in `lost` as well. A resume that is neither there
+    nor in `failed` has been done.
     """
 
     epoch: int
@@ -94,6 +99,8 @@ class PlanResult:
     steps: tuple[StepResult, ...] = ()
     failed: tuple[FailedRow, ...] = ()
     device_us: tuple[int, ...] = ()
+    suspended: tuple[SnapshotHandle, ...] = ()
+    lost: tuple[SnapshotLoss, ...] = ()
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 1:

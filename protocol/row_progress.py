@@ -7,8 +7,8 @@ the earlier ones will have done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 from protocol.errors import ProtocolError
 from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
@@ -36,6 +36,21 @@ class RowProgress:
     loops: int = 0
     outputs: int = 0
     sampled: bool = False
+
+    @property
+    def written(self) -> int:
+        """Tokens [0, written) have KV: every plane's, or for the one in work that of its loops."""
+        return self.prefilled if self.position < 0 else self.position + (self.loops > 0)
+
+    def moved(self, tables: BlockTable, block_size: int) -> Self:
+        """The same progress over these blocks alone; they must hold what is written."""
+        progress = replace(self, capacity=0)
+        progress.grant(tables, block_size)
+        self._require(
+            self.written <= progress.capacity,
+            f"room for {progress.capacity} tokens, {self.written} are written",
+        )
+        return progress
 
     def grant(self, tables: BlockTable, block_size: int) -> None:
         """The request now also has these blocks."""

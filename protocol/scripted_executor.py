@@ -116,6 +116,11 @@ class ScriptedExecutor:
         with self._lock:
             return self._worker.keys()
 
+    def suspended_keys(self) -> tuple[RequestKey, ...]:
+        """The requests whose snapshot the worker keeps."""
+        with self._lock:
+            return self._worker.suspended_keys()
+
     def synchronize(self, timeout: float) -> None:
         """Return once every submitted plan has its result."""
         with self._lock:

@@ -6,8 +6,9 @@ from what its request has done so far fails that request alone, until it is rele
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,11 +25,12 @@ from protocol.result import (
     RecurrentResult,
 )
 from protocol.row_progress import RowProgress, check_table
+from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.plan import Admission, ExecutionPlan, Grant, Step
+    from protocol.plan import Admission, ExecutionPlan, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import StepResult
 
@@ -45,6 +47,15 @@ class _Slot:
     token: int = -1
 
 
+@dataclass(slots=True)
+class _Answers:
+    """What came of a plan's suspends and resumes. Owner: one run. Mutated only by: it."""
+
+    epoch: int
+    suspended: list[SnapshotHandle] = field(default_factory=list)
+    lost: list[SnapshotLoss] = field(default_factory=list)
+
+
 class ScriptedWorker:
     """Slots of one scripted worker. Owner: ScriptedExecutor. Mutated only by: run and clear."""
 
@@ -54,22 +65,34 @@ class ScriptedWorker:
         self._token = token
         self._slots: dict[RequestKey, _Slot] = {}
         self._failed: dict[RequestKey, str] = {}
+        self._snapshots: SnapshotStore[_Slot] = SnapshotStore(profile.snapshots.limit)
 
     def keys(self) -> tuple[RequestKey, ...]:
         """The requests that hold a slot."""
         return tuple(self._slots)
 
+    def suspended_keys(self) -> tuple[RequestKey, ...]:
+        """The requests that hold a snapshot."""
+        return self._snapshots.keys()
+
     def clear(self) -> None:
         """Drop every request."""
         self._slots.clear()
         self._failed.clear()
+        self._snapshots.clear()
 
     def run(self, plan: ExecutionPlan) -> PlanResult:
-        """Releases, admits, grants, then the steps in order."""
+        """Releases, suspends, resumes, admits, grants, then the steps in order."""
         failures: dict[RequestKey, str] = {}
+        answers = _Answers(plan.epoch)
         for key in plan.releases:
             self._slots.pop(key, None)
             self._failed.pop(key, None)
+            self._snapshots.drop(key)
+        for key in plan.suspends:
+            self._try(key, failures, partial(self._suspend, key, answers))
+        for resume in plan.resumes:
+            self._try(resume.key, failures, partial(self._resume, resume, answers))
         for admission in plan.admits:
             self._try(admission.key, failures, partial(self._admit, admission))
         for grant in plan.grants:
@@ -81,6 +104,8 @@ class ScriptedWorker:
             steps=steps,
             failed=tuple(FailedRow(key, message) for key, message in failures.items()),
             device_us=(0,) * len(steps),
+            suspended=tuple(answers.suspended),
+            lost=tuple(answers.lost),
         )
 
     def _try(
@@ -137,23 +162,60 @@ class ScriptedWorker:
                 slot.token = self._token(key, output_indices[row])
 
     def _admit(self, item: Admission) -> None:
+        if item.key in self._snapshots:
+            raise ProtocolError(f"request {item.key} is suspended: it cannot be admitted again")
+        self._place(
+            _Slot(RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)), item
+        )
+
+    def _suspend(self, key: RequestKey, answers: _Answers) -> None:
+        slot = self._slot(key)
+        size = self._profile.snapshots.size(slot.progress.prompt_length, slot.progress.written)
+        loss = self._snapshots.refuse(key, size)
+        if loss is None:
+            self._snapshots.put(key, size, slot)
+            state = replace(slot, progress=replace(slot.progress, capacity=0))
+            checksum = zlib.crc32(repr(state).encode())
+            answers.suspended.append(
+                SnapshotHandle(key, answers.epoch, size, self._profile.planes, checksum)
+            )
+        else:
+            self._lose(loss, answers)
+        del self._slots[key]
+
+    def _resume(self, item: Resume, answers: _Answers) -> None:
+        slot = self._snapshots.get(item.key)
+        if slot is not None:
+            self._place(slot, item)
+            self._snapshots.drop(item.key)
+        elif item.key in self._slots:
+            raise ProtocolError(f"request {item.key} is resumed, but it is not suspended")
+        else:
+            self._lose(missing_snapshot(item.key), answers)
+
+    def _lose(self, loss: SnapshotLoss, answers: _Answers) -> None:
+        answers.lost.append(loss)
+        self._failed[loss.key] = loss.message
+
+    def _place(self, slot: _Slot, item: Admission | Resume) -> None:
         if item.key in self._slots:
             raise ProtocolError(f"request {item.key} is admitted twice")
         if len(self._slots) >= self._profile.num_slots:
             raise ProtocolError(f"request {item.key}: all {len(self._slots)} slots are taken")
         self._check(item)
-        progress = RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)
-        progress.grant(item.tables, self._profile.block_size)
-        self._slots[item.key] = _Slot(progress)
+        progress = slot.progress.moved(item.tables, self._profile.block_size)
+        self._slots[item.key] = replace(slot, progress=progress)
 
     def _grant(self, item: Grant) -> None:
         self._check(item)
         self._slot(item.key).progress.grant(item.tables, self._profile.block_size)
 
-    def _check(self, item: Admission | Grant) -> None:
+    def _check(self, item: Admission | Grant | Resume) -> None:
         check_table(item.key, item.tables, self._profile.planes, self._profile.num_blocks)
 
     def _slot(self, key: RequestKey) -> _Slot:
         if key not in self._slots:
-            raise ProtocolError(f"request {key} has no slot: it was never admitted")
+            raise ProtocolError(
+                f"request {key} has no slot: it was never admitted, or is suspended"
+            )
         return self._slots[key]

@@ -19,7 +19,7 @@ from protocol.rng import RngKey
 if TYPE_CHECKING:
     from protocol.executor import Executor, Submission
     from protocol.identity import RequestKey
-    from protocol.plan import BlockTable, Grant, Step
+    from protocol.plan import BlockTable, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
 
@@ -55,10 +55,14 @@ class PlanSender:
         admits: tuple[Admission, ...] = (),
         releases: tuple[RequestKey, ...] = (),
         grants: tuple[Grant, ...] = (),
+        suspends: tuple[RequestKey, ...] = (),
+        resumes: tuple[Resume, ...] = (),
     ) -> Submission:
         """Send the next plan."""
         self.seq += 1
-        plan = ExecutionPlan(self.executor.epoch, self.seq, releases, admits, grants, steps)
+        plan = ExecutionPlan(
+            self.executor.epoch, self.seq, releases, admits, grants, steps, suspends, resumes
+        )
         return self.executor.submit(plan)
 
     def run(
@@ -67,9 +71,18 @@ class PlanSender:
         admits: tuple[Admission, ...] = (),
         releases: tuple[RequestKey, ...] = (),
         grants: tuple[Grant, ...] = (),
+        suspends: tuple[RequestKey, ...] = (),
+        resumes: tuple[Resume, ...] = (),
     ) -> PlanResult:
         """Send the next plan, collect its result and retire it."""
-        submission = self.submit(*steps, admits=admits, releases=releases, grants=grants)
+        submission = self.submit(
+            *steps,
+            admits=admits,
+            releases=releases,
+            grants=grants,
+            suspends=suspends,
+            resumes=resumes,
+        )
         result = submission.collect(TIMEOUT)
         submission.retire()
         return result

@@ -18,6 +18,7 @@ from protocol.plan import (
     PrefillBatch,
     PreludeBatch,
     RecurrentBatch,
+    Resume,
 )
 from protocol.profile import ModelProfile, WorkerProfile
 from protocol.result import (
@@ -29,6 +30,7 @@ from protocol.result import (
     RecurrentResult,
 )
 from protocol.rng import MAX_SEED, RngKey
+from protocol.snapshot import LossReason, SnapshotHandle, SnapshotLoss, SnapshotRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +42,7 @@ counts = st.integers(1, 2**31 - 1)
 numbers = st.integers(0, 2**31 - 1)
 tokens = st.integers(-1, 2**31 - 1)
 generations = st.integers(1, 2**63 - 1)
+sizes = st.integers(0, 2**50)
 sequence_numbers = st.integers(1, 2**63 - 1)
 survivals = st.floats(0.0, 1.0).map(round_to_float32)
 request_keys = st.builds(RequestKey, text.filter(bool), generations)
@@ -86,7 +89,18 @@ plans = st.builds(
     admits=st.lists(admissions, max_size=3).map(tuple),
     grants=st.lists(grants, max_size=3).map(tuple),
     steps=st.lists(steps, max_size=4).map(tuple),
+    suspends=st.lists(request_keys, max_size=3).map(tuple),
+    resumes=st.lists(st.builds(Resume, request_keys, block_tables()), max_size=3).map(tuple),
 )
+handles = st.builds(
+    SnapshotHandle,
+    request_keys,
+    sequence_numbers,
+    sizes,
+    counts,
+    st.integers(0, 2**32 - 1),
+)
+losses = st.builds(SnapshotLoss, request_keys, st.sampled_from(LossReason), text)
 step_results = st.one_of(
     rows(PrefillResult, numbers),
     rows(PreludeResult, numbers),
@@ -105,6 +119,8 @@ def results(draw: st.DrawFn) -> PlanResult:
         steps=tuple(done),
         failed=tuple(draw(st.lists(st.builds(FailedRow, request_keys, text), max_size=3))),
         device_us=tuple(draw(numbers) for _ in done),
+        suspended=tuple(draw(st.lists(handles, max_size=3))),
+        lost=tuple(draw(st.lists(losses, max_size=3))),
     )
 
 
@@ -126,9 +142,8 @@ def profiles(draw: st.DrawFn) -> WorkerProfile:
     model, layout = draw(models), draw(st.sampled_from(Layout))
     slots, blocks, block_size, tokens = (draw(counts) for _ in range(4))
     planes = layout.planes(model.max_loops)
-    return WorkerProfile(
-        model, draw(text), draw(text), slots, blocks, block_size, planes, tokens, layout
-    )
+    names, room = (draw(text), draw(text)), SnapshotRoom(*(draw(sizes) for _ in range(4)))
+    return WorkerProfile(model, *names, slots, blocks, block_size, planes, tokens, layout, room)
 
 
 frames: st.SearchStrategy[Frame] = st.one_of(

@@ -16,7 +16,7 @@ KEYS, VALUES = 0, 1
 
 
 class KVStorage:
-    """Owner: the model runner. Mutated only by: write, copy_tokens and close.
+    """Owner: the model runner. Mutated only by: write, write_tokens, copy_tokens and close.
 
     Pages are [num_blocks + 1, layers, 2, kv_heads, block_size, head_dim], so a block holds all
     layers of `block_size` tokens of one plane, and one head's page is contiguous. Which block
@@ -76,6 +76,14 @@ class KVStorage:
         pages = self.layer(layer)
         pages[blocks, KEYS, :, offsets] = key
         pages[blocks, VALUES, :, offsets] = value
+
+    def read_tokens(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        """K and V of single tokens in every layer, [N, layers, 2, kv_heads, head_dim], copied."""
+        return self.pages[blocks, :, :, :, offsets]
+
+    def write_tokens(self, blocks: Tensor, offsets: Tensor, values: Tensor) -> None:
+        """Store what `read_tokens` gave at other addresses, bit for bit; only these tokens."""
+        self.pages[blocks, :, :, :, offsets] = values
 
     def copy_tokens(self, source_blocks: Tensor, target_blocks: Tensor, offsets: Tensor) -> None:
         """Copy K and V of single tokens in every layer, between blocks at the same offset.

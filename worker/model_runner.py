@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from protocol.errors import ProtocolError
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import FailedRow, PrefillResult, PreludeResult
+from protocol.snapshot import NO_SNAPSHOTS, SnapshotLoss
 from worker.outcome import (
     EMPTY_RESULTS,
     PlanOutcome,
@@ -19,13 +21,15 @@ from worker.outcome import (
     read_tokens,
     select_rows,
 )
+from worker.snapshot import SuspendedRows
 from worker.stages import run_coda, run_prefill, run_prelude, run_recurrent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from protocol.identity import RequestKey
-    from protocol.plan import ExecutionPlan, Step
+    from protocol.plan import Admission, ExecutionPlan, Resume, Step
+    from protocol.snapshot import SnapshotRoom
     from worker.outcome import StepReader
     from worker.readback import ReadbackLease
     from worker.stages import Device
@@ -40,8 +44,9 @@ class ModelRunner:
     it skips it and reports it again, until it is released.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, snapshots: SnapshotRoom = NO_SNAPSHOTS) -> None:
         self._on = device
+        self.suspended = SuspendedRows(device, snapshots)
         self._failed: dict[RequestKey, str] = {}
         self.steps_done = 0
 
@@ -50,18 +55,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: ExecutionPlan, lease: ReadbackLease) -> PlanOutcome:
-        """Apply releases, admits and grants, run the steps, return once the device is done."""
+        """Apply what changes the slots, run the steps, return once the device is done."""
         outcome = PlanOutcome(plan.epoch, plan.seq)
         slots = self._on.slots
         for key in plan.releases:
             slots.release(key)
             self._failed.pop(key, None)
+            self.suspended.store.drop(key)
+        for key in plan.suspends:
+            self._apply(key, outcome, partial(self._suspend, key, outcome))
+        for resume in plan.resumes:
+            self._apply(resume.key, outcome, partial(self._resume, resume, outcome))
         for admission in plan.admits:
-            with self._failing([admission.key], outcome):
-                slots.admit(admission)
+            self._apply(admission.key, outcome, partial(self._admit, admission))
         for grant in plan.grants:
-            with self._failing([grant.key], outcome):
-                slots.grant(grant)
+            self._apply(grant.key, outcome, partial(slots.grant, grant))
         for step in plan.steps:
             start = time.perf_counter()
             outcome.steps.append(self._run(step, lease, outcome))
@@ -75,6 +83,41 @@ class ModelRunner:
         """Drop every request: the end of an epoch."""
         self._on.slots.clear()
         self._failed.clear()
+        self.suspended.store.clear()
+
+    def _suspend(self, key: RequestKey, outcome: PlanOutcome) -> None:
+        answer = self.suspended.suspend(key, outcome.epoch)
+        if isinstance(answer, SnapshotLoss):
+            self._lose(answer, outcome)
+        else:
+            outcome.suspended.append(answer)
+
+    def _resume(self, resume: Resume, outcome: PlanOutcome) -> None:
+        loss = self.suspended.resume(resume)
+        if loss is not None:
+            self._lose(loss, outcome)
+
+    def _lose(self, loss: SnapshotLoss, outcome: PlanOutcome) -> None:
+        outcome.lost.append(loss)
+        self._failed[loss.key] = loss.message
+
+    def _admit(self, admission: Admission) -> None:
+        if admission.key in self.suspended.store:
+            raise ProtocolError(
+                f"request {admission.key} is suspended: it cannot be admitted again"
+            )
+        self._on.slots.admit(admission)
+
+    def _apply(self, key: RequestKey, outcome: PlanOutcome, action: Callable[[], None]) -> bool:
+        """Whether `action` ran to its end; a failed request is reported again instead."""
+        done = False
+        if key not in self._failed:
+            with self._failing([key], outcome):
+                action()
+                done = True
+        elif all(failure.key != key for failure in outcome.failed):
+            outcome.failed.append(FailedRow(key, self._failed[key]))
+        return done
 
     @contextmanager
     def _failing(self, keys: Sequence[RequestKey], outcome: PlanOutcome) -> Iterator[None]:
@@ -100,16 +143,15 @@ class ModelRunner:
 
     def _runnable(self, step: Step, outcome: PlanOutcome) -> Step:
         """The step without the rows of failed requests and without those that may not run."""
-        rows = []
-        for row, key in enumerate(step.keys):
-            if key in self._failed:
-                if all(failure.key != key for failure in outcome.failed):
-                    outcome.failed.append(FailedRow(key, self._failed[key]))
-                continue
-            with self._failing([key], outcome):
-                self._on.slots.slot(key).progress.advance(step, row)
-                rows.append(row)
+        rows = [
+            row
+            for row, key in enumerate(step.keys)
+            if self._apply(key, outcome, partial(self._advance, step, row))
+        ]
         return step if len(rows) == len(step.keys) else select_rows(step, rows)
+
+    def _advance(self, step: Step, row: int) -> None:
+        self._on.slots.slot(step.keys[row]).progress.advance(step, row)
 
     def _launch(self, batch: Step, lease: ReadbackLease) -> StepReader:
         """Enqueue a checked batch; the reader returned makes its result once it has run."""

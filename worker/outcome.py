@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from protocol.plan import Step
+    from protocol.snapshot import SnapshotHandle, SnapshotLoss
 
 StepReader: TypeAlias = Callable[[list[FailedRow]], StepResult]
 """Makes one step's result from the host buffers; adds the rows that have no usable value."""
@@ -49,12 +50,22 @@ class PlanOutcome:
     steps: list[StepReader] = field(default_factory=list)
     device_us: list[int] = field(default_factory=list)
     failed: list[FailedRow] = field(default_factory=list)
+    suspended: list[SnapshotHandle] = field(default_factory=list)
+    lost: list[SnapshotLoss] = field(default_factory=list)
 
     def read(self) -> PlanResult:
         """The typed result, copied into independent host values."""
         failed = list(self.failed)
         steps = tuple(step(failed) for step in self.steps)
-        return PlanResult(self.epoch, self.seq, steps, tuple(failed), tuple(self.device_us))
+        return PlanResult(
+            epoch=self.epoch,
+            seq=self.seq,
+            steps=steps,
+            failed=tuple(failed),
+            device_us=tuple(self.device_us),
+            suspended=tuple(self.suspended),
+            lost=tuple(self.lost),
+        )
 
 
 def select_rows(step: Step, rows: Sequence[int]) -> Step:

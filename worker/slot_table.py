@@ -6,26 +6,20 @@ each row has come, so that a plan that skips or repeats work is refused before i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from protocol.errors import ProtocolError
 from protocol.row_progress import RowProgress, check_table
+from worker.row_record import COLUMNS, RowRecord, SamplingKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from protocol.identity import RequestKey
     from protocol.plan import Admission, BlockTable, Grant
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingKind:
-    """What a request's sampling needs: known on the host, so a batch skips what no row needs."""
-
-    random: bool
-    top_k: bool
-    top_p: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,46 +89,58 @@ class SlotTable:
         try:
             return self._slots[key]
         except KeyError:
-            raise ProtocolError(f"request {key} has no slot: it was never admitted") from None
+            raise ProtocolError(
+                f"request {key} has no slot: it was never admitted, or is suspended"
+            ) from None
 
     def admit(self, admission: Admission) -> None:
         """Give a request a slot and fill every column of it."""
-        key = admission.key
+        if len(admission.prompt) > self.prompt.shape[1]:
+            raise ProtocolError(
+                f"request {admission.key}: prompt of {len(admission.prompt)} tokens exceeds "
+                f"{self.prompt.shape[1]} positions"
+            )
+        self.place(self._new_record(admission), admission.tables)
+
+    def place(self, record: RowRecord, tables: BlockTable) -> None:
+        """Give a record any free slot, over these blocks. What does not fit takes no slot."""
+        key = record.progress.key
         if key in self._slots:
             raise ProtocolError(f"request {key} is admitted twice")
         if not self._free:
             raise ProtocolError(f"request {key}: all {len(self._slots)} slots are taken")
-        if len(admission.prompt) > self.prompt.shape[1]:
-            raise ProtocolError(
-                f"request {key}: prompt of {len(admission.prompt)} tokens exceeds "
-                f"{self.prompt.shape[1]} positions"
-            )
-        self._check(admission, start=0)
+        self._check(key, tables, start=0)
+        progress = record.progress.moved(tables, self.block_size)
         index = self._free.pop()
-        slot = Slot(
-            index=index,
-            progress=RowProgress(key, len(admission.prompt), self._max_loops),
-            sampling=SamplingKind(
-                random=admission.temperature > 0.0,
-                top_k=admission.top_k > 0,
-                top_p=admission.top_p < 1.0,
-            ),
-        )
-        self._slots[key] = slot
+        self._slots[key] = Slot(index, progress, record.sampling)
         self.tables[index].fill_(self._scratch)
-        self._append(slot, admission.tables)
-        self.prompt[index, : len(admission.prompt)] = torch.tensor(admission.prompt)
-        self.temperature[index] = admission.temperature
-        self.top_p[index] = admission.top_p
-        self.top_k[index] = admission.top_k
-        self.rng_words[index] = torch.tensor((*admission.rng.philox_key(), admission.rng.stream))
-        self.survival[index] = 1.0
+        self.tables[index, :, : len(tables[0])] = torch.tensor(tables)
+        for name, value in record.columns():
+            self._row(name, index, len(record.prompt)).copy_(value)
+
+    def record(self, key: RequestKey) -> RowRecord:
+        """A copy of a request's row, on the host; its blocks are no part of it."""
+        slot = self.slot(key)
+        length = slot.progress.prompt_length
+        return RowRecord(
+            progress=replace(slot.progress, capacity=0),
+            sampling=slot.sampling,
+            **{name: self._row(name, slot.index, length).to("cpu", copy=True) for name in COLUMNS},
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of a record, but for its prompt."""
+        return sum(self._row(name, 0, 0).nbytes for name in COLUMNS)
 
     def grant(self, grant: Grant) -> None:
         """Append more blocks to each plane of a request's table."""
         slot = self.slot(grant.key)
-        self._check(grant, start=slot.progress.capacity // self.block_size)
-        self._append(slot, grant.tables)
+        start = slot.progress.capacity // self.block_size
+        self._check(grant.key, grant.tables, start)
+        count = len(grant.tables[0])
+        self.tables[slot.index, :, start : start + count] = torch.tensor(grant.tables)
+        slot.progress.grant(grant.tables, self.block_size)
 
     def release(self, key: RequestKey) -> None:
         """Give the slot back; a request without one is ignored, since its admission failed."""
@@ -147,14 +153,32 @@ class SlotTable:
         for key in self.keys():
             self.release(key)
 
-    def _check(self, item: Admission | Grant, start: int) -> None:
-        check_table(item.key, item.tables, self.planes, self._scratch)
-        width = self.tables.shape[2]
-        if start + len(item.tables[0]) > width:
-            raise ProtocolError(f"request {item.key}: more than {width} blocks in a plane")
+    def _new_record(self, admission: Admission) -> RowRecord:
+        """The row of a request that has not run yet."""
+        return RowRecord(
+            progress=RowProgress(admission.key, len(admission.prompt), self._max_loops),
+            sampling=SamplingKind(
+                random=admission.temperature > 0.0,
+                top_k=admission.top_k > 0,
+                top_p=admission.top_p < 1.0,
+            ),
+            prompt=torch.tensor(admission.prompt),
+            hidden=torch.zeros(self.hidden.shape[1], dtype=self.hidden.dtype),
+            token=torch.tensor(0),
+            survival=torch.tensor(1.0),
+            temperature=torch.tensor(admission.temperature, dtype=torch.float32),
+            top_p=torch.tensor(admission.top_p, dtype=torch.float32),
+            top_k=torch.tensor(admission.top_k),
+            rng_words=torch.tensor((*admission.rng.philox_key(), admission.rng.stream)),
+        )
 
-    def _append(self, slot: Slot, tables: BlockTable) -> None:
-        start = slot.progress.capacity // self.block_size
-        count = len(tables[0])
-        self.tables[slot.index, :, start : start + count] = torch.tensor(tables)
-        slot.progress.grant(tables, self.block_size)
+    def _row(self, name: str, index: int, prompt_length: int) -> Tensor:
+        """A view of one column's row; of the prompt's, as much as is used."""
+        row: Tensor = getattr(self, name)[index]
+        return row[:prompt_length] if name == "prompt" else row
+
+    def _check(self, key: RequestKey, tables: BlockTable, start: int) -> None:
+        check_table(key, tables, self.planes, self._scratch)
+        width = self.tables.shape[2]
+        if start + len(tables[0]) > width:
+            raise ProtocolError(f"request {key}: more than {width} blocks in a plane")

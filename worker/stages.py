@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from worker.attention.backend import AttentionBackend
     from worker.kv_storage import KVStorage
     from worker.models.base import LoopedModel
-    from worker.slot_table import SamplingKind, SlotTable
+    from worker.row_record import SamplingKind
+    from worker.slot_table import SlotTable
 
 
 NO_TOKEN = -1

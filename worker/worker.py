@@ -18,6 +18,7 @@ from worker.model_runner import ModelRunner
 from worker.models.registry import load_model, resolve_model
 from worker.readback import ReadbackPool
 from worker.slot_table import SlotTable
+from worker.snapshot import snapshot_room
 from worker.stages import Device
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Worker:
     """Owner: one LocalExecutor. Mutated only by: its device thread.
 
     Everything is created by open and dropped by close; between the two nothing is allocated per
-    request. Use `Worker.open`.
+    request but the snapshots of suspended ones. Use `Worker.open`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Worker:
         self.profile = profile
         self.runner = runner
         self.readback = readback
-        self._storage = storage
+        self.storage = storage
         self.closed = False
 
     @classmethod
@@ -103,8 +104,10 @@ class Worker:
             planes=planes,
             max_step_tokens=settings.max_step_tokens,
             layout=layout,
+            snapshots=snapshot_room(settings.snapshot_bytes, slots, model),
         )
-        runner = ModelRunner(Device(model, slots, storage, TorchAttention(), device))
+        on = Device(model, slots, storage, TorchAttention(), device)
+        runner = ModelRunner(on, profile.snapshots)
         readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
         return cls(profile, runner, readback, storage)
 
@@ -117,7 +120,7 @@ class Worker:
         if not self.closed:
             self.closed = True
             self.runner.reset()
-            self._storage.close()
+            self.storage.close()
 
 
 def open_storage(

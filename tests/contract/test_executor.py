@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.ray_workers import RayWorkers
-from protocol.config import CacheSettings, ClusterSettings, Configuration, WorkerSettings
+from protocol.config import CacheSettings, WorkerSettings
 from protocol.errors import (
     DeadlineError,
     ExecutorClosedError,
@@ -20,7 +18,7 @@ from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.identity import RequestKey
 from protocol.plan import CodaBatch, ExecutionPlan, Grant, RecurrentBatch
 from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
-from protocol.scripted_executor import ScriptedExecutor
+from tests.homes import HOMES, open_home
 from tests.plans import (
     TIMEOUT,
     PlanSender,
@@ -31,8 +29,6 @@ from tests.plans import (
     prelude,
     recurrent,
 )
-from tests.ray_cluster import local_ray
-from worker.local_executor import LocalExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,29 +42,11 @@ SETTINGS = WorkerSettings(
 )
 
 
-@pytest.fixture(
-    scope="module", params=["scripted", "local", pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.fixture(scope="module", params=HOMES)
 def opener(request: pytest.FixtureRequest) -> Iterator[Callable[[], Executor]]:
     """Opens executors of one home; each is shut down, and what carries them taken down."""
-    with ExitStack() as stack:
-        if request.param == "ray":
-            stack.enter_context(local_ray())
-
-        def open_executor() -> Executor:
-            if request.param == "ray":
-                configuration = Configuration(
-                    worker=SETTINGS, cluster=ClusterSettings(beat_interval=0.05)
-                )
-                workers = stack.enter_context(RayWorkers.open(configuration, 1))
-                return workers.executors["lane-0"]
-            local = LocalExecutor.open(SETTINGS)
-            stack.callback(local.shutdown, TIMEOUT)
-            if request.param == "local":
-                return local
-            return ScriptedExecutor(local.profile())
-
-        yield open_executor
+    with open_home(request.param) as open_executor:
+        yield lambda: open_executor(SETTINGS)
 
 
 @pytest.fixture(scope="module")

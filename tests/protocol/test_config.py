@@ -30,6 +30,7 @@ def test_a_configuration_survives_json() -> None:
         ({"worker": {"num_slots": "8"}}, r"worker\.num_slots: .*integer"),
         ({"worker": {"num_slots": 64, "max_step_tokens": 8}}, r"below num_slots 64"),
         ({"worker": {"device": "tpu"}}, r"worker\.device"),
+        ({"worker": {"snapshot_bytes": -1}}, r"worker\.snapshot_bytes: .*greater than or equal"),
         ({"worker": {"model": {"dtype": "int4"}}}, r"worker\.model\.dtype"),
         ({"worker": {"cache": {"num_blocks": 1, "kv_bytes": 1}}}, "not both"),
         ({"cluster": {"plan_port_range": [9, 8]}}, "is empty"),

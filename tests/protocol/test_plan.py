@@ -15,10 +15,12 @@ from protocol.plan import (
     PrefillBatch,
     PreludeBatch,
     RecurrentBatch,
+    Resume,
 )
 from protocol.profile import ModelProfile, WorkerProfile
 from protocol.result import CodaResult, PlanResult, PrefillResult, RecurrentResult
 from protocol.rng import MAX_SEED, Purpose, RngKey, philox_counter
+from protocol.snapshot import SnapshotHandle, SnapshotRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +43,13 @@ MODEL = ModelProfile("m", "f", 10, 20, 4, (), 1.0)
         lambda: Admission(A, (1,), ((0,), (1, 2)), RNG, 0.0, 1.0, -1),
         lambda: Admission(A, (-1,), ((0,),), RNG, 0.0, 1.0, -1),
         lambda: Grant(A, ((-1,),)),
+        lambda: Resume(A, ((-1,),)),
+        lambda: Resume(A, ((0,), ())),
+        lambda: SnapshotHandle(A, 0, 0, 1, 0),
+        lambda: SnapshotHandle(A, 1, 0, 0, 0),
+        lambda: SnapshotHandle(A, 1, -1, 1, 0),
+        lambda: SnapshotHandle(A, 1, 0, 1, 2**32),
+        lambda: SnapshotRoom(limit=-1),
         lambda: PrefillBatch((A,), (0,), (0,)),
         lambda: PrefillBatch((A, A), (0, 0), (1, 1)),
         lambda: PreludeBatch((A,), (0,), (-2,)),

@@ -220,3 +220,11 @@ def test_plans_come_in_order(epoch: int, seq: int, message: str) -> None:
         seq = 5
     with pytest.raises(ProtocolError, match=message):
         executor.submit(ExecutionPlan(epoch, seq))
+
+
+def test_it_tells_whose_snapshots_it_keeps() -> None:
+    executor = prefilled()
+    executor.submit(ExecutionPlan(1, 2, suspends=(A,))).retire()
+    assert (executor.held_keys(), executor.suspended_keys()) == ((), (A,))
+    executor.shutdown(1.0)
+    assert executor.suspended_keys() == ()

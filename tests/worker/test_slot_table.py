@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from protocol.identity import RequestKey
 from protocol.plan import Admission, Grant
 from protocol.rng import RngKey
 from protocol.row_progress import RowProgress
-from worker.slot_table import SlotTable
+from worker.row_record import COLUMNS, RowRecord
+from worker.slot_table import Slot, SlotTable
 
 A, B, C = RequestKey("a", 1), RequestKey("b", 2), RequestKey("a", 3)
 SCRATCH = 90
@@ -118,3 +121,72 @@ def test_clear_frees_every_slot(table: SlotTable) -> None:
     table.admit(admission(C))
     table.admit(admission(B, first=40))
     assert repr(table) == "<SlotTable 2 live, 0 free>"
+
+
+def columns(table: SlotTable) -> dict[str, torch.Tensor]:
+    """Every tensor of the table but the block tables, which belong to no record."""
+    return {
+        name: value
+        for name, value in vars(table).items()
+        if isinstance(value, torch.Tensor) and name != "tables"
+    }
+
+
+def test_a_record_has_every_column_and_every_host_field(table: SlotTable) -> None:
+    assert set(COLUMNS) == set(columns(table))
+    host = {field.name for field in fields(RowRecord)} - set(COLUMNS)
+    assert host == {field.name for field in fields(Slot)} - {"index"}
+
+
+def test_a_record_moves_every_column_into_another_slot(table: SlotTable) -> None:
+    table.admit(admission(A, first=10, prompt=(1, 2, 3)))
+    old = table.slot(A)
+    old.progress.prefilled = 2
+    for number, column in enumerate(columns(table).values()):
+        column[old.index] = torch.arange(1, column[0].numel() + 1).view(column[0].shape) + number
+    before = {name: column[old.index].clone() for name, column in columns(table).items()}
+    record = table.record(A)
+    table.release(A)
+    table.admit(admission(B, first=40))
+    assert table.slot(B).index == old.index
+    for column in columns(table).values():
+        column.zero_()
+    table.place(record, ((60, 61), (70, 71), (80, 81)))
+    new = table.slot(A)
+    assert new.index != old.index
+    assert (new.progress, new.sampling) == (old.progress, old.sampling)
+    assert table.tables[new.index, 2].tolist() == [80, 81, *[SCRATCH] * 3]
+    for name, column in columns(table).items():
+        expected = before[name]
+        if name == "prompt":
+            expected[3:] = 0  # the rest of the row is nobody's
+        assert torch.equal(column[new.index], expected), name
+        assert expected.any(), name
+
+
+def test_a_record_is_a_copy_that_tells_every_change_by_its_checksum(table: SlotTable) -> None:
+    table.admit(admission(A))
+    record = table.record(A)
+    assert record.num_bytes == table.row_bytes + 2 * 8
+    checksums = {record.checksum()}
+    row = table.slot(A).index
+    for column in columns(table).values():
+        column[row] += 1
+        checksums.add(table.record(A).checksum())
+    table.slot(A).progress.prefilled = 1
+    checksums.add(table.record(A).checksum())
+    assert len(checksums) == len(COLUMNS) + 2
+    assert record.checksum() in checksums
+    assert replace(record).checksum() == record.checksum()
+
+
+def test_blocks_that_do_not_hold_what_is_written_take_no_slot(table: SlotTable) -> None:
+    table.admit(admission(A, prompt=(1,) * 8))
+    table.slot(A).progress.prefilled = 5
+    record = table.record(A)
+    table.release(A)
+    with pytest.raises(ProtocolError, match="room for 4 tokens, 5 are written"):
+        table.place(record, ((1,), (2,), (3,)))
+    assert len(table) == 0
+    table.place(record, ((1, 2), (3, 4), (5, 6)))
+    assert table.slot(A).progress.capacity == 8
