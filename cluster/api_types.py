@@ -64,6 +64,7 @@ class CompletionRequest(_Body):
     exit_threshold: float | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
 
     n: Any = None
     best_of: Any = None
@@ -119,6 +120,7 @@ class CompletionRequest(_Body):
             exit_threshold=self.exit_threshold,
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
+            priority=self.priority,
         )
 
 

@@ -87,11 +87,22 @@ class SchedulerSettings(Settings):
     `prefill_chunk_size` bounds one request's prompt tokens in a plan, `max_prefill_tokens` those
     of all requests, so that decoding rows never wait for a whole prompt. `max_waiting` bounds the
     queue; beyond it a request is turned away.
+
+    `policy` orders the queue: by arrival, or by `SamplingParams.priority`, lower sooner.
+    `admission_scan_limit` bounds how many waiting requests are looked at for a plan, and
+    `max_admission_bypasses` how often others may pass one that does not fit yet (0: never).
+    `kv_watermark` is the share of a lane's blocks that an admission leaves free unless the lane is
+    idle. `max_running` bounds the requests on a lane; None takes as many as it has slots.
     """
 
     prefill_chunk_size: Count = 128
     max_prefill_tokens: Count = 256
     max_waiting: Count = 1024
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    admission_scan_limit: Count = 64
+    max_admission_bypasses: Annotated[int, Field(strict=True, ge=0)] = 8
+    kv_watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    max_running: Count | None = None
 
 
 class ClusterSettings(Settings):

@@ -12,6 +12,7 @@ TokenId = Annotated[int, Field(strict=True, ge=0)]
 
 MAX_TEMPERATURE = 1e6
 MAX_TOP_K = 2**31 - 1
+MAX_PRIORITY = 2**31 - 1
 """Bounds that the wire and a device's float32 and int32 tables can hold."""
 
 
@@ -20,7 +21,8 @@ class SamplingParams(BaseModel):
 
     temperature 0 is greedy. `top_k` -1 keeps every token. `seed` None draws one from the system.
     `max_loops` None means all loops of the model, `exit_threshold` None the model's own threshold;
-    1.0 never leaves early. A stop token stays in the output's ids.
+    1.0 never leaves early. A stop token stays in the output's ids. `priority` counts only where the
+    scheduler orders by it; lower is sooner.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -35,6 +37,7 @@ class SamplingParams(BaseModel):
     exit_threshold: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] | None = None
     ignore_eos: Annotated[bool, Field(strict=True)] = False
     stop_token_ids: tuple[TokenId, ...] = ()
+    priority: Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

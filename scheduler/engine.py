@@ -7,7 +7,6 @@ outputs = engine.apply(lane, result, now)   # what came of it
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from protocol.errors import (
@@ -29,6 +28,7 @@ from scheduler.applier import ResultApplier
 from scheduler.lane import Lane
 from scheduler.output import end_of
 from scheduler.placement import LoadLedger, choose_lane
+from scheduler.queues import WaitingQueue
 from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
 from scheduler.states import Event, State
@@ -56,7 +56,7 @@ class Engine:
         self._lanes: dict[str, Lane] = {}
         self._epochs: dict[str, int] = {}
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue(settings)
         self._rng = RngRegistry()
         self._ledger = LoadLedger()
         self._totals = Totals()
@@ -117,7 +117,7 @@ class Engine:
             self._forget(request)
             self._ledger.settle(request, lane)
         self._ledger.close(lane)
-        for request in tuple(self._waiting):
+        for request in self._waiting:
             if not self._could_run(request):
                 self._waiting.remove(request)
                 no_lane = f"{message}; no worker is left that could run this request"
@@ -152,7 +152,7 @@ class Engine:
         request = Request.create(RequestKey(request_id, self._generation), tokens, params, model)
         self._rng.acquire(request_id, seed)
         self._requests[request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
         return request.key
 
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -174,7 +174,8 @@ class Engine:
 
     def plan(self, now: float) -> list[tuple[str, ExecutionPlan]]:
         """Place waiting requests, then the next plan of each lane that has none in flight."""
-        self._place()
+        if any(lane.has_slot for lane in self._lanes.values()):
+            self._waiting.place(self._try_place)
         plans = ((lane.name, lane.next_plan(now)) for lane in self._lanes.values())
         return [(name, plan) for name, plan in plans if plan is not None]
 
@@ -226,16 +227,14 @@ class Engine:
             return lane.profile.model
         raise WorkerLostError("no worker is available: start one, or wait for one to come back")
 
-    def _place(self) -> None:
-        """Give waiting requests to lanes, strictly in the order of their arrival."""
-        while self._waiting:
-            request = self._waiting[0]
-            lane = choose_lane(self._lanes.values(), request.capacity_tokens, self._ledger)
-            if lane is None:
-                return
-            self._waiting.popleft()
-            lane.admit(request, self._rng.key(request.key.request_id))
-            self._ledger.settle(request, lane.name)
+    def _try_place(self, request: Request) -> bool:
+        """Give a waiting request to a lane, if one has room for it now."""
+        lane = choose_lane(self._lanes.values(), request.capacity_tokens, self._ledger)
+        if lane is None:
+            return False
+        lane.admit(request, self._rng.key(request.key.request_id))
+        self._ledger.settle(request, lane.name)
+        return True
 
     def _could_run(self, request: Request) -> bool:
         lanes = self._lanes.values()

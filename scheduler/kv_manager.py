@@ -66,9 +66,9 @@ class KVManager:
         """
         return KVCost(self._planes, -(-num_tokens // self._block_size))
 
-    def fits(self, cost: KVCost) -> bool:
-        """Whether commit would succeed now."""
-        return cost.blocks <= self._pool.free_count
+    def fits(self, cost: KVCost, headroom: int = 0) -> bool:
+        """Whether commit would succeed now and leave `headroom` blocks free."""
+        return cost.blocks + headroom <= self._pool.free_count
 
     def commit(self, key: RequestKey, cost: KVCost) -> BlockTable:
         """Reserve the blocks of `cost` for `key`; the table is [planes][blocks_per_plane].

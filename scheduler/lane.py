@@ -37,7 +37,10 @@ class Lane:
         self.requests: dict[RequestKey, Request] = {}
         self._settings = settings
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
-        self._num_slots = min(profile.num_slots, profile.max_step_tokens)
+        self._num_slots = min(
+            profile.num_slots, profile.max_step_tokens, settings.max_running or profile.num_slots
+        )
+        self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
         self._in_flight: ExecutionPlan | None = None
         self._planned_at: float | None = None
@@ -56,9 +59,18 @@ class Lane:
         """Blocks, over all planes, of a request of `num_tokens` tokens."""
         return self.kv.cost(num_tokens).blocks
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request could be on the lane, had it the blocks."""
+        return len(self.requests) < self._num_slots
+
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a slot, and blocks for `num_tokens` tokens, are free now."""
-        return len(self.requests) < self._num_slots and self.kv.fits(self.kv.cost(num_tokens))
+        """Whether a slot, and blocks for `num_tokens` tokens beside the watermark, are free now.
+
+        An idle lane has no watermark, so that its largest request can start at all.
+        """
+        headroom = self._watermark if self.requests else 0
+        return self.has_slot and self.kv.fits(self.kv.cost(num_tokens), headroom)
 
     def admit(self, request: Request, rng: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.

@@ -23,6 +23,7 @@ class Request:
     at position P + i; the last output is never run, so it needs no KV. `full_depth` is the loops
     of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
     `loops_done` counts the loops of the token at `position`; `stage` is set while DECODING.
+    `bypasses` counts the requests that were placed past this one while it waited.
     """
 
     key: RequestKey
@@ -42,6 +43,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     worker_lost: bool = False
+    bypasses: int = 0
 
     @classmethod
     def create(
@@ -89,6 +91,10 @@ class Request:
     def is_last_output(self) -> bool:
         """Whether the next output is the last that is allowed."""
         return len(self.tokens) + 1 >= self.params.max_tokens
+
+    def pass_over(self) -> None:
+        """A request behind this one was placed before it."""
+        self.bypasses += 1
 
     def place(self, lane: str) -> None:
         """A lane has taken the request."""

@@ -36,6 +36,11 @@ def test_a_configuration_survives_json() -> None:
         ({"cluster": {"plan_port_range": [9, 8]}}, "is empty"),
         ({"cluster": {"beat_interval": 5, "silence_timeout": 6}}, "four beat_intervals"),
         ({"cluster": {"plan_timeout": float("inf")}}, r"cluster\.plan_timeout"),
+        ({"scheduler": {"policy": "lifo"}}, r"scheduler\.policy"),
+        ({"scheduler": {"admission_scan_limit": 0}}, r"scheduler\.admission_scan_limit"),
+        ({"scheduler": {"max_admission_bypasses": -1}}, r"scheduler\.max_admission_bypasses"),
+        ({"scheduler": {"kv_watermark": 1.0}}, r"scheduler\.kv_watermark"),
+        ({"scheduler": {"max_running": 0}}, r"scheduler\.max_running"),
         ([1], "configuration"),
     ],
 )
@@ -69,6 +74,8 @@ def test_settings_cannot_be_changed() -> None:
         {"exit_threshold": 1.5},
         {"ignore_eos": 1},
         {"stop_token_ids": (-1,)},
+        {"priority": 0.5},
+        {"priority": 2**31},
         {"surprise": 1},
     ],
 )

@@ -55,15 +55,17 @@ def make_profile(
     )
 
 
-def make_engine(
-    *profiles: WorkerProfile, chunk: int = 8, prefill: int = 16, max_waiting: int = 64
-) -> Engine:
-    """An engine with lane-0, lane-1, ... over `profiles`; one default lane without any."""
-    engine = Engine(
-        SchedulerSettings(
-            prefill_chunk_size=chunk, max_prefill_tokens=prefill, max_waiting=max_waiting
-        )
-    )
+def make_engine(*profiles: WorkerProfile, **settings: object) -> Engine:
+    """An engine with lane-0, lane-1, ... over `profiles`; one default lane without any.
+
+    `chunk` and `prefill` are short for the prefill limits; the rest is as in SchedulerSettings.
+    """
+    limits = {
+        "prefill_chunk_size": settings.pop("chunk", 8),
+        "max_prefill_tokens": settings.pop("prefill", 16),
+        "max_waiting": 64,
+    }
+    engine = Engine(SchedulerSettings.model_validate(limits | settings))
     for index, profile in enumerate(profiles or (make_profile(),)):
         engine.add_lane(f"lane-{index}", 1, profile)
     return engine
@@ -101,11 +103,10 @@ class Bench:
         *profiles: WorkerProfile,
         hazard: Hazard | None = never,
         token: Token | None = counting,
-        chunk: int = 8,
-        prefill: int = 16,
+        **settings: object,
     ) -> None:
         profiles = profiles or (make_profile(),)
-        self.engine = make_engine(*profiles, chunk=chunk, prefill=prefill)
+        self.engine = make_engine(*profiles, **settings)
         self.executors = {
             lane: ScriptedExecutor(profile, 1, hazard=hazard, token=token)
             for lane, profile in zip(self.engine.lanes, profiles, strict=True)

@@ -80,8 +80,8 @@ def test_a_lane_without_a_slot_or_blocks_is_passed_over() -> None:
     assert placed(bench) == {"lane-0": ["small", "next"], "lane-1": ["big"]}
 
 
-def test_nobody_passes_a_head_that_fits_nowhere_now() -> None:
-    bench = Bench(make_profile(num_blocks=16))
+def test_nobody_passes_a_head_that_fits_nowhere_now_where_that_is_forbidden() -> None:
+    bench = Bench(make_profile(num_blocks=16), max_admission_bypasses=0)
     bench.add("first", max_tokens=9)
     bench.add("head", max_tokens=16)
     bench.add("tiny", max_tokens=1)
