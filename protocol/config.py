@@ -93,6 +93,8 @@ class SchedulerSettings(Settings):
     `max_admission_bypasses` how often others may pass one that does not fit yet (0: never).
     `kv_watermark` is the share of a lane's blocks that an admission leaves free unless the lane is
     idle. `max_running` bounds the requests on a lane; None takes as many as it has slots.
+    `reservation` "full" takes all blocks of a request when it is placed, "incremental" each when a
+    plan first needs it; either way a placed request is sure to get them.
     """
 
     prefill_chunk_size: Count = 128
@@ -103,6 +105,7 @@ class SchedulerSettings(Settings):
     max_admission_bypasses: Annotated[int, Field(strict=True, ge=0)] = 8
     kv_watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     max_running: Count | None = None
+    reservation: Literal["full", "incremental"] = "full"
 
 
 class ClusterSettings(Settings):

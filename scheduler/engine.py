@@ -191,6 +191,7 @@ class Engine:
         outputs = ResultApplier(source.requests, plan, model, self._totals).run(result)
         for request in source.requests.values():
             self._ledger.settle(request, lane)
+            source.settle(request)
         for key in plan.releases:
             request = source.requests[key]
             source.release(request)
@@ -243,6 +244,7 @@ class Engine:
     def _give_up(self, request: Request, lane: Lane) -> None:
         """A placed request was aborted: release it now if its worker never heard of it."""
         self._ledger.settle(request, lane.name)
+        lane.settle(request)
         if lane.holds_unsent(request):
             lane.release(request)
             self._forget(request)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING
 
-from protocol.plan import Admission, ExecutionPlan
+from protocol.plan import Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from scheduler.kv_manager import KVManager
 from scheduler.planner import plan_steps
 from scheduler.states import Event, State
 from scheduler.stats import LaneStats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from protocol.config import SchedulerSettings
     from protocol.identity import RequestKey
+    from protocol.plan import Step
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
@@ -40,6 +44,7 @@ class Lane:
         self._num_slots = min(
             profile.num_slots, profile.max_step_tokens, settings.max_running or profile.num_slots
         )
+        self._grows = settings.reservation == "incremental"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
         self._in_flight: ExecutionPlan | None = None
@@ -75,9 +80,14 @@ class Lane:
     def admit(self, request: Request, rng: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
 
-        Raises OverloadedError, and changes nothing, when the blocks are not free.
+        Under incremental reservation the blocks beyond the first chunk are only promised. Raises
+        OverloadedError, and changes nothing, when the blocks are not free.
         """
-        tables = self.kv.commit(request.key, self.kv.cost(request.capacity_tokens))
+        first = request.capacity_tokens
+        if self._grows:
+            first = min(len(request.prompt), self._settings.prefill_chunk_size)
+        cost = self.kv.cost(request.capacity_tokens)
+        tables = self.kv.commit(request.key, cost, self.kv.cost(first))
         request.place(self.name)
         self.requests[request.key] = request
         self._admissions[request.key] = Admission(
@@ -93,6 +103,11 @@ class Lane:
     def holds_unsent(self, request: Request) -> bool:
         """Whether the worker has never heard of the request."""
         return request.key in self._admissions
+
+    def settle(self, request: Request) -> None:
+        """An ended request keeps slot and blocks until it is released, but no promise."""
+        if not request.is_live:
+            self.kv.forgo(request.key)
 
     def release(self, request: Request) -> None:
         """Take slot and blocks of an ended request back."""
@@ -122,10 +137,26 @@ class Lane:
             seq=self._seq,
             releases=releases,
             admits=tuple(self._admissions.pop(key) for key in starting),
+            grants=tuple(self._grants(steps)) if self._grows else (),
             steps=steps,
         )
         self._planned_at = now
         return self._in_flight
+
+    def _grants(self, steps: tuple[Step, ...]) -> Iterator[Grant]:
+        """The blocks that these steps are the first to write to."""
+        for step in steps:
+            match step:
+                case PrefillBatch(keys, starts, counts):
+                    frontiers: Iterable[int] = map(add, starts, counts)
+                case PreludeBatch(keys, positions, _):
+                    frontiers = (position + 1 for position in positions)
+                case _:
+                    continue
+            for key, frontier in zip(keys, frontiers, strict=True):
+                tables = self.kv.grow(key, frontier)
+                if tables is not None:
+                    yield Grant(key, tables)
 
     def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
         """The plan that `result` answers, no longer in flight; None for any other result."""

@@ -41,6 +41,7 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"max_admission_bypasses": -1}}, r"scheduler\.max_admission_bypasses"),
         ({"scheduler": {"kv_watermark": 1.0}}, r"scheduler\.kv_watermark"),
         ({"scheduler": {"max_running": 0}}, r"scheduler\.max_running"),
+        ({"scheduler": {"reservation": "lazy"}}, r"scheduler\.reservation"),
         ([1], "configuration"),
     ],
 )

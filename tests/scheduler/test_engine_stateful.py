@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from operator import add
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -80,11 +81,12 @@ class Life:
 class EngineMachine(RuleBasedStateMachine):
     """An engine over two scripted workers, and a world that is not kind to it."""
 
+    scheduler: ClassVar[dict[str, object]] = {}
+
     def __init__(self) -> None:
         super().__init__()
-        self.engine = Engine(
-            SchedulerSettings(prefill_chunk_size=3, max_prefill_tokens=5, max_waiting=4)
-        )
+        limits = {"prefill_chunk_size": 3, "max_prefill_tokens": 5, "max_waiting": 4}
+        self.engine = Engine(SchedulerSettings.model_validate(limits | self.scheduler))
         self.now = 0.0
         self.epoch = 0
         self.lives: dict[RequestKey, Life] = {}
@@ -113,6 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
         loops=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
         threshold=st.sampled_from(THRESHOLDS),
         stops=st.sets(st.integers(1, 63), max_size=12),
+        priority=st.integers(0, 2),
     )
     def add(
         self,
@@ -122,6 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         loops: list[int],
         threshold: float | None,
         stops: set[int],
+        priority: int,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -129,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_loops=loops[1],
             exit_threshold=threshold,
             stop_token_ids=tuple(stops),
+            priority=priority,
         )
         before = self.engine.stats()
         try:
@@ -153,6 +158,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert lane not in self.flying, "two plans in flight"
             tables = self.tables[lane]
             tables.update((item.key, item.tables) for item in plan.admits)
+            for grant in plan.grants:
+                tables[grant.key] = tuple(map(add, tables[grant.key], grant.tables))
             assert set(plan.releases) <= set(tables)
             self.releasing[lane] = plan.releases
             submission = self.executors[lane].submit(plan)
@@ -217,10 +224,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(set(held)) == len(held), "a block in two live tables"
             assert all(block < lane.kv.total_blocks for block in held)
             assert len(held) <= lane.kv.total_blocks - lane.kv.free_blocks
+            assert 0 <= lane.kv.promised_blocks <= lane.kv.free_blocks
             if lane.running + lane.releasing == 0:
                 assert lane.kv.free_blocks == lane.kv.total_blocks
             if lane.running == 0:
                 assert lane.load == 0
+                assert lane.kv.promised_blocks == 0
 
     @invariant()
     def counts_agree(self) -> None:
@@ -255,5 +264,18 @@ def without(step: StepResult, row: int) -> StepResult:
     return replace(step, **columns)
 
 
+class GrowingMachine(EngineMachine):
+    """The same with blocks that come one by one, and with what else may be set."""
+
+    scheduler: ClassVar[dict[str, object]] = {
+        "reservation": "incremental",
+        "policy": "priority",
+        "kv_watermark": 0.2,
+        "max_admission_bypasses": 2,
+    }
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestGrowing = GrowingMachine.TestCase
+TestGrowing.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

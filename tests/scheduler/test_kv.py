@@ -85,6 +85,28 @@ def test_a_failed_commit_changes_nothing() -> None:
     assert kv.stats() == KVStats(total_blocks=10, free_blocks=6, tables=1)
 
 
+def test_a_promise_is_kept_and_grown_into() -> None:
+    kv = KVManager(make_profile(num_blocks=20, block_size=4))
+    assert kv.commit(A, kv.cost(12), kv.cost(3)) == ((0,), (1,), (2,), (3,))
+    assert kv.stats() == KVStats(20, 16, 1, promised_blocks=8)
+    assert kv.fits(kv.cost(8))
+    assert not kv.fits(kv.cost(8), headroom=1)
+    with pytest.raises(OverloadedError, match="12 blocks needed, 16 of 20 free and 8 of them"):
+        kv.commit(B, kv.cost(9), kv.cost(1))
+    assert kv.grow(A, 4) is None
+    assert kv.grow(A, 5) == ((4,), (5,), (6,), (7,))
+    assert kv.table(A) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert kv.stats() == KVStats(20, 12, 1, promised_blocks=4)
+    kv.forgo(A)
+    kv.forgo(A)
+    assert kv.stats() == KVStats(20, 12, 1)
+    kv.release(A)
+    assert kv.stats() == KVStats(20, 20, 0)
+    kv.commit(B, kv.cost(9), kv.cost(1))
+    kv.release(B)
+    assert kv.stats() == KVStats(20, 20, 0)
+
+
 def test_one_rng_key_a_public_id() -> None:
     registry = RngRegistry()
     assert registry.acquire("a", 7) == RngKey(7, 0) == registry.key("a")

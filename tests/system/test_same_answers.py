@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from cluster.llm import LLM
-from protocol.config import CacheSettings, ClusterSettings, Configuration, WorkerSettings
+from protocol.config import (
+    CacheSettings,
+    ClusterSettings,
+    Configuration,
+    SchedulerSettings,
+    WorkerSettings,
+)
 from tests.ray_cluster import live_placement_groups, local_ray
 from tests.reference import reference_run
 from tests.workload import MARGIN, WORKLOAD
@@ -87,6 +93,20 @@ def test_two_slots_and_tiny_chunks_change_nothing(expected: Answers) -> None:
     )
     tight = CONFIGURATION.model_copy(update={"worker": worker, "scheduler": scheduler})
     with LLM(configuration=tight) as llm:
+        assert answers_of(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"reservation": "incremental", "prefill_chunk_size": 20}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_no_setting_of_the_scheduler_changes_an_answer(
+    expected: Answers, settings: dict[str, object]
+) -> None:
+    scheduler = SchedulerSettings.model_validate(settings)
+    configuration = CONFIGURATION.model_copy(update={"scheduler": scheduler})
+    with LLM(configuration=configuration) as llm:
         assert answers_of(llm.generate(PROMPTS, PARAMS)) == expected
 
 
