@@ -95,6 +95,12 @@ class SchedulerSettings(Settings):
     idle. `max_running` bounds the requests on a lane; None takes as many as it has slots.
     `reservation` "full" takes all blocks of a request when it is placed, "incremental" each when a
     plan first needs it; either way a placed request is sure to get them.
+
+    `mode` "refill" samples a token that has left the loops with the next plan, and its successor
+    joins those still looping; "no_refill" lets it wait until the loops of all others are done too.
+    `min_coda_batch` lets such tokens wait for each other, unless nobody is looping.
+    `max_step_tokens` bounds the decoding rows and prompt tokens of a plan together; None takes the
+    worker's largest step.
     """
 
     prefill_chunk_size: Count = 128
@@ -106,6 +112,9 @@ class SchedulerSettings(Settings):
     kv_watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     max_running: Count | None = None
     reservation: Literal["full", "incremental"] = "full"
+    mode: Literal["refill", "no_refill"] = "refill"
+    min_coda_batch: Count = 1
+    max_step_tokens: Count | None = None
 
 
 class ClusterSettings(Settings):

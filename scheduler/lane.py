@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from protocol.plan import Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from scheduler.kv_manager import KVManager
-from scheduler.planner import plan_steps
+from scheduler.planner import StepLimits, plan_steps
 from scheduler.states import Event, State
 from scheduler.stats import LaneStats
 
@@ -39,10 +39,10 @@ class Lane:
         self.profile = profile
         self.kv = KVManager(profile)
         self.requests: dict[RequestKey, Request] = {}
-        self._settings = settings
+        self._limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         self._num_slots = min(
-            profile.num_slots, profile.max_step_tokens, settings.max_running or profile.num_slots
+            profile.num_slots, self._limits.max_tokens, settings.max_running or profile.num_slots
         )
         self._grows = settings.reservation == "incremental"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
@@ -85,7 +85,7 @@ class Lane:
         """
         first = request.capacity_tokens
         if self._grows:
-            first = min(len(request.prompt), self._settings.prefill_chunk_size)
+            first = min(len(request.prompt), self._limits.chunk_size)
         cost = self.kv.cost(request.capacity_tokens)
         tables = self.kv.commit(request.key, cost, self.kv.cost(first))
         request.place(self.name)
@@ -122,11 +122,7 @@ class Lane:
             return None
         requests = list(self.requests.values())
         releases = tuple(r.key for r in requests if r.state is State.RELEASING)
-        steps = plan_steps(
-            requests,
-            chunk_size=self._settings.prefill_chunk_size,
-            max_prefill_tokens=min(self._settings.max_prefill_tokens, self.profile.max_step_tokens),
-        )
+        steps = plan_steps(requests, self._limits)
         if not (releases or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.

@@ -7,6 +7,7 @@ turns out to end the request, what ran after its CODA is discarded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
@@ -16,26 +17,59 @@ from scheduler.states import State
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from protocol.config import SchedulerSettings
     from protocol.plan import Step
+    from protocol.profile import WorkerProfile
     from scheduler.request import Request
 
 
-def plan_steps(
-    requests: Sequence[Request], *, chunk_size: int, max_prefill_tokens: int
-) -> tuple[Step, ...]:
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What the steps of one lane's plans are bounded by.
+
+    `chunk_size` one request's prompt tokens in a plan, `max_prefill_tokens` those of all requests,
+    `max_tokens` them and the decoding rows together. Without `refill`, tokens that have left the
+    core wait until nobody is left in it; with it, until there are `min_coda_batch` of them.
+    """
+
+    chunk_size: int
+    max_prefill_tokens: int
+    max_tokens: int
+    refill: bool
+    min_coda_batch: int
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings, profile: WorkerProfile) -> StepLimits:
+        """The limits of the settings, within those of the worker."""
+        largest = profile.max_step_tokens
+        return cls(
+            chunk_size=settings.prefill_chunk_size,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            max_tokens=min(settings.max_step_tokens or largest, largest),
+            refill=settings.mode == "refill",
+            min_coda_batch=settings.min_coda_batch,
+        )
+
+
+def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, ...]:
     """CODA, PRELUDE, PREFILL, RECURRENT, without those that have no row.
 
-    Every decoding request has a row, whatever the prompts of others need. Rows keep the order of
-    `requests`.
+    Every request in the core has a row, whatever the prompts of others need. Rows keep the order
+    of `requests`, which must not be more than `limits.max_tokens`.
     """
     decoding = [request for request in requests if request.state is State.DECODING]
     exited = [request for request in decoding if request.stage is Stage.CODA]
+    if len(exited) < len(decoding) and (not limits.refill or len(exited) < limits.min_coda_batch):
+        # The core goes on without them; it empties within a token's loops, so they wait no longer.
+        decoding = [request for request in decoding if request.stage is Stage.RECURRENT]
+        exited = []
     going_on = [request for request in exited if not request.is_last_output]
     looping = [r for r in decoding if r.stage is Stage.RECURRENT or not r.is_last_output]
+    prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - len(decoding))
     steps: tuple[Step, ...] = (
         _coda(exited),
         _prelude(going_on),
-        _prefill(requests, chunk_size, max_prefill_tokens),
+        _prefill(requests, limits.chunk_size, prefill_tokens),
         _recurrent(looping),
     )
     return tuple(step for step in steps if step.keys)

@@ -42,6 +42,9 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"kv_watermark": 1.0}}, r"scheduler\.kv_watermark"),
         ({"scheduler": {"max_running": 0}}, r"scheduler\.max_running"),
         ({"scheduler": {"reservation": "lazy"}}, r"scheduler\.reservation"),
+        ({"scheduler": {"mode": "fill"}}, r"scheduler\.mode"),
+        ({"scheduler": {"min_coda_batch": 0}}, r"scheduler\.min_coda_batch"),
+        ({"scheduler": {"max_step_tokens": 0}}, r"scheduler\.max_step_tokens"),
         ([1], "configuration"),
     ],
 )

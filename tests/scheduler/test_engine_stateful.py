@@ -265,7 +265,7 @@ def without(step: StepResult, row: int) -> StepResult:
 
 
 class GrowingMachine(EngineMachine):
-    """The same with blocks that come one by one, and with what else may be set."""
+    """The same with blocks that come one by one, and other rules of admission."""
 
     scheduler: ClassVar[dict[str, object]] = {
         "reservation": "incremental",
@@ -275,7 +275,23 @@ class GrowingMachine(EngineMachine):
     }
 
 
+class CohortMachine(EngineMachine):
+    """The same in cohorts, with a tight budget."""
+
+    scheduler: ClassVar[dict[str, object]] = {"mode": "no_refill", "max_step_tokens": 3}
+
+
+class PatientMachine(EngineMachine):
+    """The same with tokens that wait for each other."""
+
+    scheduler: ClassVar[dict[str, object]] = {"min_coda_batch": 2, "reservation": "incremental"}
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestGrowing = GrowingMachine.TestCase
 TestGrowing.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestCohort = CohortMachine.TestCase
+TestCohort.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestPatient = PatientMachine.TestCase
+TestPatient.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

@@ -98,7 +98,11 @@ def test_two_slots_and_tiny_chunks_change_nothing(expected: Answers) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"reservation": "incremental", "prefill_chunk_size": 20}],
+    [
+        {"reservation": "incremental", "prefill_chunk_size": 20},
+        {"mode": "no_refill", "max_step_tokens": 32},
+        {"min_coda_batch": 4},
+    ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_no_setting_of_the_scheduler_changes_an_answer(
