@@ -45,7 +45,8 @@ class CompletionRequest(_Body):
 
     Types are exact (true is not 1, "1" is not 1) and unknown fields are refused. null means the
     default wherever OpenAI allows it. `top_k`, `min_loops`, `max_loops`, `exit_threshold`,
-    `ignore_eos` and `stop_token_ids` are Loopmesh's own; see protocol/sampling.py.
+    `ignore_eos`, `stop_token_ids`, `priority` and `forced_depths` are Loopmesh's own; see
+    protocol/sampling.py.
     """
 
     model: str
@@ -65,6 +66,7 @@ class CompletionRequest(_Body):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    forced_depths: tuple[int, ...] | None = None
 
     n: Any = None
     best_of: Any = None
@@ -121,6 +123,7 @@ class CompletionRequest(_Body):
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
             priority=self.priority,
+            forced_depths=self.forced_depths,
         )
 
 

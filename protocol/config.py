@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,6 +12,8 @@ from protocol.layout import Layout
 Count = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+
+ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
 
 DEFAULT_MODEL = "ouro-tiny"
 """The model shipped inside the package."""
@@ -101,6 +103,9 @@ class SchedulerSettings(Settings):
     `min_coda_batch` lets such tokens wait for each other, unless nobody is looping.
     `max_step_tokens` bounds the decoding rows and prompt tokens of a plan together; None takes the
     worker's largest step.
+
+    `exit_policy` "ouro" lets a token leave after the loop whose gate reaches its threshold,
+    "ouro_delayed" one loop later.
     """
 
     prefill_chunk_size: Count = 128
@@ -115,6 +120,7 @@ class SchedulerSettings(Settings):
     mode: Literal["refill", "no_refill"] = "refill"
     min_coda_batch: Count = 1
     max_step_tokens: Count | None = None
+    exit_policy: ExitPolicyName = "ouro"
 
 
 class ClusterSettings(Settings):

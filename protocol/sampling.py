@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from protocol.rng import MAX_SEED
 
+LoopCount = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0)]
 
 MAX_TEMPERATURE = 1e6
@@ -22,7 +23,9 @@ class SamplingParams(BaseModel):
     temperature 0 is greedy. `top_k` -1 keeps every token. `seed` None draws one from the system.
     `max_loops` None means all loops of the model, `exit_threshold` None the model's own threshold;
     1.0 never leaves early. A stop token stays in the output's ids. `priority` counts only where the
-    scheduler orders by it; lower is sooner.
+    scheduler orders by it; lower is sooner. With `forced_depths`, output i leaves after
+    forced_depths[i] loops: the loop bounds and the gate are not consulted. The first is a full
+    pass, as it always is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -38,6 +41,7 @@ class SamplingParams(BaseModel):
     ignore_eos: Annotated[bool, Field(strict=True)] = False
     stop_token_ids: tuple[TokenId, ...] = ()
     priority: Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    forced_depths: tuple[LoopCount, ...] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -50,11 +50,32 @@ def check_params(params: SamplingParams, seed: int, model: ModelProfile) -> None
                 f"{name} {loops} exceeds the {model.max_loops} loops of {model.name}; "
                 f"ask for at most {model.max_loops}"
             )
+    check_forced_depths(params, model)
     for token in params.stop_token_ids:
         if token >= model.vocab_size:
             raise RequestError(f"stop token {token} is not in [0, {model.vocab_size})")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise RequestError(f"seed {seed!r:.80} is not an int in [0, 2**63)")
+
+
+def check_forced_depths(params: SamplingParams, model: ModelProfile) -> None:
+    """Raise RequestError unless each output has a depth that the model can run it at."""
+    depths, full = params.forced_depths, model.max_loops
+    if depths is None:
+        return
+    if len(depths) < params.max_tokens:
+        raise RequestError(
+            f"forced_depths has {len(depths)} entries for max_tokens {params.max_tokens}: "
+            "give one for each output"
+        )
+    if depths[0] != full:
+        raise RequestError(
+            f"forced_depths starts with {depths[0]}; the first output of {model.name} comes from "
+            f"the prompt, which takes {full} loops"
+        )
+    for index, depth in enumerate(depths):
+        if not 1 <= depth <= full:
+            raise RequestError(f"forced_depths[{index}] is {depth}, not in [1, {full}]")
 
 
 def check_room(

@@ -149,11 +149,12 @@ class Engine:
                 f"{len(self._waiting)} requests are waiting, which is max_waiting: try again later"
             )
         self._generation += 1
-        request = Request.create(RequestKey(request_id, self._generation), tokens, params, model)
+        key = RequestKey(request_id, self._generation)
+        request = Request.create(key, tokens, params, model, self._settings.exit_policy)
         self._rng.acquire(request_id, seed)
         self._requests[request_id] = request
         self._waiting.add(request)
-        return request.key
+        return key
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """Give a request up, wherever it stands; an unknown or ended one is none.

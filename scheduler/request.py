@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.exit_rule import FinishReason, exits, survival_bound
 from protocol.stage import Stage
+from scheduler.exit_policy import Exit, exit_policy
 from scheduler.states import Event, State, next_state
 
 if TYPE_CHECKING:
+    from protocol.config import ExitPolicyName
+    from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
     from protocol.profile import ModelProfile
     from protocol.sampling import SamplingParams
+    from scheduler.exit_policy import ExitPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +26,8 @@ class Request:
     at position P + i; the last output is never run, so it needs no KV. `full_depth` is the loops
     of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
     `loops_done` counts the loops of the token at `position`; `stage` is set while DECODING.
-    `bypasses` counts the requests that were placed past this one while it waited.
+    `bypasses` counts the requests that were placed past this one while it waited; `exit_due` says
+    that the token in work leaves after its next loop, whatever that returns.
     """
 
     key: RequestKey
@@ -31,7 +35,7 @@ class Request:
     params: SamplingParams
     full_depth: int
     max_loops: int
-    bound: float
+    exit_policy: ExitPolicy
     stop_ids: frozenset[int]
     state: State = State.WAITING
     stage: Stage | None = None
@@ -44,20 +48,25 @@ class Request:
     error: str | None = None
     worker_lost: bool = False
     bypasses: int = 0
+    exit_due: bool = False
 
     @classmethod
     def create(
-        cls, key: RequestKey, prompt: tuple[int, ...], params: SamplingParams, model: ModelProfile
+        cls,
+        key: RequestKey,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        model: ModelProfile,
+        policy: ExitPolicyName = "ouro",
     ) -> Request:
         """A waiting request, with the model's defaults filled in where `params` leaves them."""
-        threshold = params.exit_threshold
         return cls(
             key=key,
             prompt=prompt,
             params=params,
             full_depth=model.max_loops,
             max_loops=model.max_loops if params.max_loops is None else params.max_loops,
-            bound=survival_bound(model.exit_threshold if threshold is None else threshold),
+            exit_policy=exit_policy(params, model, policy),
             stop_ids=frozenset(params.stop_token_ids),
         )
 
@@ -118,19 +127,18 @@ class Request:
     def embed(self) -> None:
         """The token at `position` is embedded and starts at depth 0."""
         self.loops_done = 0
+        self.exit_due = False
         self.stage = Stage.RECURRENT
 
     def loop(self, survival: float) -> None:
-        """One more loop is done; the exit rule says whether the token leaves after it."""
+        """One more loop is done; the exit policy says whether the token leaves after it."""
         self.loops_done += 1
-        leaves = exits(
-            self.loops_done,
-            survival,
-            min_loops=self.params.min_loops,
-            max_loops=self.max_loops,
-            bound=self.bound,
-        )
-        self.stage = Stage.CODA if leaves else Stage.RECURRENT
+        if self.exit_due:
+            self.stage = Stage.CODA
+            return
+        verdict = self.exit_policy.decide(len(self.tokens), self.loops_done, survival)
+        self.exit_due = verdict is Exit.NEXT
+        self.stage = Stage.CODA if verdict is Exit.NOW else Stage.RECURRENT
 
     def end(self, event: Event, reason: FinishReason, error: str | None = None) -> None:
         """End a live request; `error` goes with reason ERROR."""

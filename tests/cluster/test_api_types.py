@@ -63,6 +63,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         "ignore_eos": True,
         "stop_token_ids": [4, 5],
         "priority": -2,
+        "forced_depths": [4, 1, 2],
     }
     assert set(wish) == set(SamplingParams.model_fields)
     assert parse(**wish).to_sampling_params() == SamplingParams.model_validate(wish)

@@ -45,6 +45,7 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"mode": "fill"}}, r"scheduler\.mode"),
         ({"scheduler": {"min_coda_batch": 0}}, r"scheduler\.min_coda_batch"),
         ({"scheduler": {"max_step_tokens": 0}}, r"scheduler\.max_step_tokens"),
+        ({"scheduler": {"exit_policy": "trace"}}, r"scheduler\.exit_policy"),
         ([1], "configuration"),
     ],
 )
@@ -79,6 +80,8 @@ def test_settings_cannot_be_changed() -> None:
         {"ignore_eos": 1},
         {"stop_token_ids": (-1,)},
         {"priority": 0.5},
+        {"forced_depths": (4, 0)},
+        {"forced_depths": (4, 1.0)},
         {"priority": 2**31},
         {"surprise": 1},
     ],

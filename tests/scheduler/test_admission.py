@@ -32,6 +32,21 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"min_loops": 5}, RequestError, "min_loops 5 exceeds the 4 loops of toy"),
     ({"max_loops": 9}, RequestError, "max_loops 9 exceeds the 4 loops of toy; ask for at most 4"),
     ({"stop_token_ids": (64,)}, RequestError, r"stop token 64 is not in \[0, 64\)"),
+    (
+        {"forced_depths": (4, 1), "max_tokens": 3},
+        RequestError,
+        "forced_depths has 2 entries for max_tokens 3",
+    ),
+    (
+        {"forced_depths": (3, 1), "max_tokens": 2},
+        RequestError,
+        "forced_depths starts with 3; the first output of toy .* takes 4 loops",
+    ),
+    (
+        {"forced_depths": (4, 1, 5), "max_tokens": 2},
+        RequestError,
+        r"forced_depths\[2\] is 5, not in \[1, 4\]",
+    ),
     ({"seed": -1}, RequestError, "seed -1"),
     ({"seed": 2**63}, RequestError, "seed"),
     ({"seed": True}, RequestError, "seed True"),

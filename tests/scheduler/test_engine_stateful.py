@@ -41,6 +41,7 @@ class Life:
     key: RequestKey
     num_prompt: int
     params: SamplingParams
+    delayed: bool = False
     count: int = 0
     reason: FinishReason | None = None
 
@@ -69,12 +70,17 @@ class Life:
         bound = survival_bound(MODEL.exit_threshold if threshold is None else threshold)
         max_loops = self.params.max_loops or MODEL.max_loops
         position, survival = self.num_prompt + output_index - 1, 1.0
+        if self.params.forced_depths is not None:
+            return self.params.forced_depths[output_index]
+        due = False
         for loops in range(1, max_loops + 1):
             keeps = round_to_float32(1.0 - scripted_hazard(self.key, position, loops - 1))
             survival = round_to_float32(survival * keeps)
             least = self.params.min_loops
-            if exits(loops, survival, min_loops=least, max_loops=max_loops, bound=bound):
+            leaves = exits(loops, survival, min_loops=least, max_loops=max_loops, bound=bound)
+            if due or (leaves and not (self.delayed and loops < max_loops)):
                 return loops
+            due = leaves
         raise AssertionError("no exit")
 
 
@@ -116,6 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold=st.sampled_from(THRESHOLDS),
         stops=st.sets(st.integers(1, 63), max_size=12),
         priority=st.integers(0, 2),
+        forced=st.none() | st.lists(st.integers(1, 4), min_size=7, max_size=7),
     )
     def add(
         self,
@@ -126,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
         threshold: float | None,
         stops: set[int],
         priority: int,
+        forced: list[int] | None,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -134,6 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
             exit_threshold=threshold,
             stop_token_ids=tuple(stops),
             priority=priority,
+            forced_depths=None if forced is None else (MODEL.max_loops, *forced),
         )
         before = self.engine.stats()
         try:
@@ -142,7 +151,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.engine.stats() == before
             return
         assert all(key.generation > other.generation for other in self.lives)
-        self.lives[key] = Life(key, num_prompt, params)
+        delayed = self.scheduler.get("exit_policy") == "ouro_delayed"
+        self.lives[key] = Life(key, num_prompt, params, delayed)
 
     @rule(request_id=st.sampled_from(IDS))
     def abort(self, request_id: str) -> None:
@@ -284,7 +294,11 @@ class CohortMachine(EngineMachine):
 class PatientMachine(EngineMachine):
     """The same with tokens that wait for each other."""
 
-    scheduler: ClassVar[dict[str, object]] = {"min_coda_batch": 2, "reservation": "incremental"}
+    scheduler: ClassVar[dict[str, object]] = {
+        "min_coda_batch": 2,
+        "reservation": "incremental",
+        "exit_policy": "ouro_delayed",
+    }
 
 
 TestEngine = EngineMachine.TestCase

@@ -8,6 +8,7 @@ from protocol.exit_rule import NEVER, FinishReason, round_to_float32
 from protocol.identity import RequestKey
 from protocol.sampling import SamplingParams
 from protocol.stage import Stage
+from scheduler.exit_policy import Ouro
 from scheduler.request import Request
 from scheduler.states import Event, State, StateError
 from tests.scheduler.bench import make_model
@@ -21,8 +22,8 @@ def make(prompt: int = 5, **params: object) -> Request:
 def test_defaults_come_from_the_model() -> None:
     request = make()
     assert request.max_loops == request.full_depth == 4
-    assert request.bound == round_to_float32(1 - 0.9)
-    assert make(exit_threshold=1.0).bound == NEVER
+    assert request.exit_policy == Ouro(1, 4, round_to_float32(1 - 0.9))
+    assert make(exit_threshold=1.0).exit_policy == Ouro(1, 4, NEVER)
     assert make(max_loops=2).max_loops == 2
 
 
