@@ -14,6 +14,7 @@ Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 
 ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
+PlacementName: TypeAlias = Literal["loop_debt", "least_requests", "round_robin"]
 
 DEFAULT_MODEL = "ouro-tiny"
 """The model shipped inside the package."""
@@ -105,7 +106,8 @@ class SchedulerSettings(Settings):
     worker's largest step.
 
     `exit_policy` "ouro" lets a token leave after the loop whose gate reaches its threshold,
-    "ouro_delayed" one loop later.
+    "ouro_delayed" one loop later. `placement` chooses among the lanes with room: the one that owes
+    the fewest loops, the one with the fewest requests, or each in turn.
     """
 
     prefill_chunk_size: Count = 128
@@ -121,6 +123,7 @@ class SchedulerSettings(Settings):
     min_coda_batch: Count = 1
     max_step_tokens: Count | None = None
     exit_policy: ExitPolicyName = "ouro"
+    placement: PlacementName = "loop_debt"
 
 
 class ClusterSettings(Settings):

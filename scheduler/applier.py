@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from operator import add
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.exit_rule import FinishReason, finish_reason
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
 from scheduler.output import output_since
+from scheduler.request import Request
 from scheduler.states import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from protocol.identity import RequestKey
     from protocol.plan import ExecutionPlan, Step
     from protocol.profile import ModelProfile
     from protocol.result import PlanResult, StepResult
     from scheduler.output import RequestOutput
-    from scheduler.request import Request
     from scheduler.stats import Totals
 
 Place: TypeAlias = tuple[int, ...]
@@ -56,9 +57,8 @@ class ResultApplier:
         for answer in result.steps[len(self._plan.steps) :]:
             self._totals.stale_rows += len(answer.keys)
         # What is left failed after all its rows were answered, or is no request of this plan.
-        known = {key for step in self._plan.steps for key in step.keys}
         for key, message in messages.items():
-            if key in known:
+            if any(key in step.keys for step in self._plan.steps):
                 self._fail(key, message)
             else:
                 self._totals.stale_rows += 1
@@ -67,37 +67,71 @@ class ResultApplier:
     def _apply_step(
         self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
     ) -> None:
+        if answer is not None and self._answers_every_row(step, answer):
+            advance, values = self._advance(answer)
+            for request, value in zip(map(self._requests.get, answer.keys), values, strict=True):
+                if request is None or not request.is_live:
+                    self._totals.discarded_rows += 1
+                else:
+                    advance(request, value)
+        else:
+            self._apply_rows(step, answer, messages)
+
+    def _apply_rows(
+        self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
+    ) -> None:
+        """Row by row, for an answer that is not what the plan asked for."""
         due = _planned(step)
         for row, (key, place) in enumerate(_answered(step, answer)):
             if due.get(key) != place:
                 self._totals.stale_rows += 1
                 continue
-            del due[key]
             request = self._requests.get(key)
             if request is None or not request.is_live:
                 self._totals.discarded_rows += 1
-            elif answer is not None and not self._advance(request, answer, row):
-                self._totals.stale_rows += 1
-                due[key] = place
+            elif answer is not None:
+                if not self._is_possible(answer, row):
+                    self._totals.stale_rows += 1
+                    continue
+                advance, values = self._advance(answer)
+                advance(request, values[row])
+            del due[key]
         stage = type(step).__name__.removesuffix("Batch")
         for key in due:
             message = f"the answer to plan {self._plan.seq} lacks its {stage} row"
             self._fail(key, messages.pop(key, message))
 
-    def _advance(self, request: Request, answer: StepResult, row: int) -> bool:
-        """Move a request on by one row; False for a token that the model does not have."""
+    def _answers_every_row(self, step: Step, answer: StepResult) -> bool:
+        """Whether an answer has the rows of the plan, all of them, in its order."""
+        match step, answer:
+            case RecurrentBatch(), RecurrentResult(_, positions, depths, _):
+                same = positions == step.positions and depths == step.depths
+            case CodaBatch(), CodaResult(_, output_indices, tokens):
+                possible = max(tokens, default=0) < self._model.vocab_size
+                same = output_indices == step.output_indices and possible
+            case PreludeBatch(), PreludeResult(_, positions):
+                same = positions == step.positions
+            case PrefillBatch(), PrefillResult(_, ends):
+                same = ends == tuple(map(add, step.starts, step.counts))
+            case _:
+                same = False
+        return same and answer.keys == step.keys
+
+    def _is_possible(self, answer: StepResult, row: int) -> bool:
+        """False for a token that the model does not have."""
+        return not isinstance(answer, CodaResult) or answer.tokens[row] < self._model.vocab_size
+
+    def _advance(self, answer: StepResult) -> tuple[Callable[[Request, Any], None], Sequence[Any]]:
+        """What moves a request on by a row of this answer, and with which value of each row."""
         match answer:
-            case PrefillResult(_, ends):
-                request.prefill_to(ends[row])
-            case PreludeResult():
-                request.embed()
             case RecurrentResult(_, _, _, survivals):
-                request.loop(survivals[row])
+                return Request.loop, survivals
             case CodaResult(_, _, tokens):
-                if tokens[row] >= self._model.vocab_size:
-                    return False
-                self._append(request, tokens[row])
-        return True
+                return self._append, tokens
+            case PreludeResult(_, positions):
+                return _embed, positions
+            case PrefillResult(_, ends):
+                return Request.prefill_to, ends
 
     def _append(self, request: Request, token: int) -> None:
         self._starts.setdefault(request.key, len(request.tokens))
@@ -118,6 +152,10 @@ class ResultApplier:
         if request is not None and request.is_live:
             self._starts.setdefault(key, len(request.tokens))
             request.end(Event.FAIL, FinishReason.ERROR, message)
+
+
+def _embed(request: Request, _position: int) -> None:
+    request.embed()
 
 
 def _planned(step: Step) -> dict[RequestKey, Place]:

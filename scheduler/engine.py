@@ -27,7 +27,7 @@ from scheduler.admission import (
 from scheduler.applier import ResultApplier
 from scheduler.lane import Lane
 from scheduler.output import end_of
-from scheduler.placement import LoadLedger, choose_lane
+from scheduler.placement import LoadLedger, placement_policy
 from scheduler.queues import WaitingQueue
 from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
@@ -59,6 +59,7 @@ class Engine:
         self._waiting = WaitingQueue(settings)
         self._rng = RngRegistry()
         self._ledger = LoadLedger()
+        self._placement = placement_policy(settings.placement, self._ledger)
         self._totals = Totals()
         self._generation = 0
         self._last_applied: float | None = None
@@ -115,8 +116,7 @@ class Engine:
             else:
                 request.close(Event.LOST)
             self._forget(request)
-            self._ledger.settle(request, lane)
-        self._ledger.close(lane)
+        self._ledger.forget(lane)
         for request in self._waiting:
             if not self._could_run(request):
                 self._waiting.remove(request)
@@ -190,9 +190,10 @@ class Engine:
         self._last_applied = now
         model = source.profile.model
         outputs = ResultApplier(source.requests, plan, model, self._totals).run(result)
-        for request in source.requests.values():
-            self._ledger.settle(request, lane)
-            source.settle(request)
+        self._ledger.forget(lane)
+        for output in outputs:
+            if output.finish_reason is not None:
+                source.kv.forgo(output.key)
         for key in plan.releases:
             request = source.requests[key]
             source.release(request)
@@ -205,7 +206,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine and its lanes now, and all totals."""
-        lanes = tuple(lane.stats(self._ledger.load(lane.name)) for lane in self._lanes.values())
+        lanes = tuple(lane.stats(self._ledger.load(lane)) for lane in self._lanes.values())
         return EngineStats(
             waiting=len(self._waiting),
             running=sum(lane.running for lane in lanes),
@@ -231,11 +232,13 @@ class Engine:
 
     def _try_place(self, request: Request) -> bool:
         """Give a waiting request to a lane, if one has room for it now."""
-        lane = choose_lane(self._lanes.values(), request.capacity_tokens, self._ledger)
-        if lane is None:
+        tokens = request.capacity_tokens
+        lanes = [lane for lane in self._lanes.values() if lane.has_room(tokens)]
+        if not lanes:
             return False
+        lane = self._placement.choose(lanes)
         lane.admit(request, self._rng.key(request.key.request_id))
-        self._ledger.settle(request, lane.name)
+        self._ledger.place(request, lane.name)
         return True
 
     def _could_run(self, request: Request) -> bool:
@@ -244,8 +247,8 @@ class Engine:
 
     def _give_up(self, request: Request, lane: Lane) -> None:
         """A placed request was aborted: release it now if its worker never heard of it."""
-        self._ledger.settle(request, lane.name)
-        lane.settle(request)
+        self._ledger.forget(lane.name)
+        lane.kv.forgo(request.key)
         if lane.holds_unsent(request):
             lane.release(request)
             self._forget(request)

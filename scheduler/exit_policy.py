@@ -26,6 +26,10 @@ class Exit(Enum):
     NOW = "now"
 
 
+# Looked up once: every loop of every row asks.
+_STAY, _NOW = Exit.STAY, Exit.NOW
+
+
 class ExitPolicy(Protocol):
     """Decides for one request."""
 
@@ -50,7 +54,7 @@ class Ouro:
             max_loops=self.max_loops,
             bound=self.bound,
         )
-        return Exit.NOW if leaves else Exit.STAY
+        return _NOW if leaves else _STAY
 
 
 @dataclass(frozen=True, slots=True)

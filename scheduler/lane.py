@@ -104,11 +104,6 @@ class Lane:
         """Whether the worker has never heard of the request."""
         return request.key in self._admissions
 
-    def settle(self, request: Request) -> None:
-        """An ended request keeps slot and blocks until it is released, but no promise."""
-        if not request.is_live:
-            self.kv.forgo(request.key)
-
     def release(self, request: Request) -> None:
         """Take slot and blocks of an ended request back."""
         request.close(Event.RELEASED)
@@ -126,7 +121,11 @@ class Lane:
         if not (releases or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
-        starting = [key for step in steps for key in step.keys if key in self._admissions]
+        starting = (
+            [key for step in steps for key in step.keys if key in self._admissions]
+            if self._admissions
+            else []
+        )
         self._seq += 1
         self._in_flight = ExecutionPlan(
             epoch=self.epoch,

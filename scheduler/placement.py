@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
-    from protocol.identity import RequestKey
+    from protocol.config import PlacementName
     from scheduler.lane import Lane
     from scheduler.request import Request
 
@@ -22,44 +22,88 @@ def loop_debt(request: Request) -> int:
     """
     if not request.is_live:
         return 0
-    later = request.exit_depths[1:]
-    expected = -(-sum(later) // len(later)) if later else request.max_loops
-    remaining = expected * (request.params.max_tokens - len(request.tokens))
-    return max(remaining - request.loops_done, 0) if request.tokens else remaining
+    count = len(request.tokens)
+    expected = -(-request.later_loops // (count - 1)) if count > 1 else request.max_loops
+    remaining = expected * (request.params.max_tokens - count)
+    return max(remaining - request.loops_done, 0) if count else remaining
 
 
 class LoadLedger:
-    """Loop debt by lane. Owner: Engine. Mutated only by: settle and close.
+    """Loop debt by lane. Owner: Engine. Mutated only by: place and forget.
 
-    A request's debt enters, follows its progress and leaves through `settle` alone, so a lane
-    whose requests have all ended owes nothing.
+    A lane's figure is the sum over its requests, made when somebody asks for the first time after
+    a change; so it cannot drift, and a plan costs nothing while nobody waits for a lane.
     """
 
     def __init__(self) -> None:
-        self._debts: dict[RequestKey, int] = {}
         self._loads: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<LoadLedger {self._loads}>"
 
-    def settle(self, request: Request, lane: str) -> None:
-        """Bring the figures up to what `request`, placed on `lane`, owes now."""
-        debt = loop_debt(request)
-        change = debt - self._debts.pop(request.key, 0)
-        self._loads[lane] = self._loads.get(lane, 0) + change
-        if debt:
-            self._debts[request.key] = debt
-
-    def load(self, lane: str) -> int:
+    def load(self, lane: Lane) -> int:
         """Loops that the live requests of a lane are expected to cost."""
-        return self._loads.get(lane, 0)
+        if lane.name not in self._loads:
+            self._loads[lane.name] = sum(map(loop_debt, lane.requests.values()))
+        return self._loads[lane.name]
 
-    def close(self, lane: str) -> None:
-        """Forget a closed lane, whose requests have all ended and been settled."""
+    def place(self, request: Request, lane: str) -> None:
+        """A lane has taken a request."""
+        if lane in self._loads:
+            self._loads[lane] += loop_debt(request)
+
+    def forget(self, lane: str) -> None:
+        """A lane's requests have got on or ended, or the lane was closed: sum anew."""
         self._loads.pop(lane, None)
 
 
-def choose_lane(lanes: Iterable[Lane], num_tokens: int, ledger: LoadLedger) -> Lane | None:
-    """The least loaded lane with a free slot and blocks for `num_tokens`; the first of equals."""
-    candidates = (lane for lane in lanes if lane.has_room(num_tokens))
-    return min(candidates, key=lambda lane: ledger.load(lane.name), default=None)
+class PlacementPolicy(Protocol):
+    """Which of several lanes takes a request. Owner: Engine, which asks once a placement."""
+
+    def choose(self, lanes: Sequence[Lane]) -> Lane:
+        """One of `lanes`, which all have room; there is at least one."""
+
+
+class LoopDebt:
+    """The lane that owes the fewest loops; the first of equals."""
+
+    def __init__(self, ledger: LoadLedger) -> None:
+        self._ledger = ledger
+
+    def choose(self, lanes: Sequence[Lane]) -> Lane:
+        """See PlacementPolicy."""
+        return min(lanes, key=self._ledger.load)
+
+
+class LeastRequests:
+    """The lane with the fewest requests; the first of equals."""
+
+    def choose(self, lanes: Sequence[Lane]) -> Lane:
+        """See PlacementPolicy."""
+        return min(lanes, key=lambda lane: len(lane.requests))
+
+
+class RoundRobin:
+    """The lane whose last turn is longest ago. Owner: Engine. Mutated only by: choose."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+        self._turn = 0
+
+    def choose(self, lanes: Sequence[Lane]) -> Lane:
+        """See PlacementPolicy."""
+        lane = min(lanes, key=lambda lane: self._turns.get(lane.name, 0))
+        self._turn += 1
+        self._turns[lane.name] = self._turn
+        return lane
+
+
+def placement_policy(name: PlacementName, ledger: LoadLedger) -> PlacementPolicy:
+    """The policy of that name; only loop debt reads the ledger."""
+    match name:
+        case "loop_debt":
+            return LoopDebt(ledger)
+        case "least_requests":
+            return LeastRequests()
+        case "round_robin":
+            return RoundRobin()

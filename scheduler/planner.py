@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from scheduler.request import Request
 
 
+# Looked up once: a plan asks for the stage of every row.
+_RECURRENT, _CODA, _PREFILL = Stage.RECURRENT, Stage.CODA, State.PREFILL
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """What the steps of one lane's plans are bounded by.
@@ -57,22 +61,35 @@ def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, .
     Every request in the core has a row, whatever the prompts of others need. Rows keep the order
     of `requests`, which must not be more than `limits.max_tokens`.
     """
-    decoding = [request for request in requests if request.state is State.DECODING]
-    exited = [request for request in decoding if request.stage is Stage.CODA]
-    if len(exited) < len(decoding) and (not limits.refill or len(exited) < limits.min_coda_batch):
+    exited, core, prompts = [], [], []
+    for request in requests:
+        stage = request.stage
+        if stage is _RECURRENT:
+            core.append(request)
+        elif stage is _CODA:
+            exited.append(request)
+        elif request.state is _PREFILL:
+            prompts.append(request)
+    rows = len(core) + len(exited)
+    if exited and core and (not limits.refill or len(exited) < limits.min_coda_batch):
         # The core goes on without them; it empties within a token's loops, so they wait no longer.
-        decoding = [request for request in decoding if request.stage is Stage.RECURRENT]
-        exited = []
+        rows, exited = len(core), []
     going_on = [request for request in exited if not request.is_last_output]
-    looping = [r for r in decoding if r.stage is Stage.RECURRENT or not r.is_last_output]
-    prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - len(decoding))
+    if going_on:
+        core = [r for r in requests if r.stage is _RECURRENT or _goes_on(r)]
+    prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
     steps: tuple[Step, ...] = (
         _coda(exited),
         _prelude(going_on),
-        _prefill(requests, limits.chunk_size, prefill_tokens),
-        _recurrent(looping),
+        _prefill(prompts, limits.chunk_size, prefill_tokens),
+        _recurrent(core),
     )
     return tuple(step for step in steps if step.keys)
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether the token that is sampled next will be looped."""
+    return request.stage is _CODA and not request.is_last_output
 
 
 def _coda(exited: Iterable[Request]) -> CodaBatch:
@@ -89,13 +106,13 @@ def _prelude(going_on: Sequence[Request]) -> PreludeBatch:
     )
 
 
-def _recurrent(looping: Iterable[Request]) -> RecurrentBatch:
-    rows = [
-        (r.key, r.position + 1, 0) if r.stage is Stage.CODA else (r.key, r.position, r.loops_done)
-        for r in looping
-    ]
-    keys, positions, depths = zip(*rows, strict=True) if rows else ((),) * 3
-    return RecurrentBatch(keys, positions, depths)
+def _recurrent(core: Sequence[Request]) -> RecurrentBatch:
+    starts = [request.stage is _CODA for request in core]
+    return RecurrentBatch(
+        keys=tuple([request.key for request in core]),
+        positions=tuple([r.position + start for r, start in zip(core, starts, strict=True)]),
+        depths=tuple([0 if s else r.loops_done for r, s in zip(core, starts, strict=True)]),
+    )
 
 
 def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> PrefillBatch:
@@ -106,7 +123,7 @@ def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> P
     keys, starts, counts = [], [], []
     budget = max_tokens
     for request in requests:
-        if request.state is State.PREFILL and budget > 0:
+        if budget > 0:
             count = min(budget, chunk_size, len(request.prompt) - request.prefilled)
             keys.append(request.key)
             starts.append(request.prefilled)

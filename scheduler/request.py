@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from scheduler.exit_policy import ExitPolicy
 
 
+# Looked up once: every row of every result asks.
+_RECURRENT, _CODA = Stage.RECURRENT, Stage.CODA
+_NOW, _NEXT = Exit.NOW, Exit.NEXT
+_LIVE = (State.DECODING, State.PREFILL, State.WAITING)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Progress of one request. Owner: Engine. Mutated only by: its own methods, on one thread.
@@ -27,7 +33,8 @@ class Request:
     of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
     `loops_done` counts the loops of the token at `position`; `stage` is set while DECODING.
     `bypasses` counts the requests that were placed past this one while it waited; `exit_due` says
-    that the token in work leaves after its next loop, whatever that returns.
+    that the token in work leaves after its next loop, whatever that returns; `later_loops` sums
+    the exit depths of all outputs but the first.
     """
 
     key: RequestKey
@@ -49,6 +56,7 @@ class Request:
     worker_lost: bool = False
     bypasses: int = 0
     exit_due: bool = False
+    later_loops: int = 0
 
     @classmethod
     def create(
@@ -81,7 +89,7 @@ class Request:
     @property
     def is_live(self) -> bool:
         """Whether more outputs may come of it."""
-        return self.state in (State.WAITING, State.PREFILL, State.DECODING)
+        return self.state in _LIVE
 
     @property
     def position(self) -> int:
@@ -120,6 +128,8 @@ class Request:
 
     def append(self, token: int) -> None:
         """The next output, sampled after `loops_done` loops."""
+        if self.tokens:
+            self.later_loops += self.loops_done
         self.tokens.append(token)
         self.exit_depths.append(self.loops_done)
         self.stage = Stage.PRELUDE
@@ -132,13 +142,13 @@ class Request:
 
     def loop(self, survival: float) -> None:
         """One more loop is done; the exit policy says whether the token leaves after it."""
-        self.loops_done += 1
+        self.loops_done = loops = self.loops_done + 1
         if self.exit_due:
-            self.stage = Stage.CODA
+            self.stage = _CODA
             return
-        verdict = self.exit_policy.decide(len(self.tokens), self.loops_done, survival)
-        self.exit_due = verdict is Exit.NEXT
-        self.stage = Stage.CODA if verdict is Exit.NOW else Stage.RECURRENT
+        verdict = self.exit_policy.decide(len(self.tokens), loops, survival)
+        self.exit_due = verdict is _NEXT
+        self.stage = _CODA if verdict is _NOW else _RECURRENT
 
     def end(self, event: Event, reason: FinishReason, error: str | None = None) -> None:
         """End a live request; `error` goes with reason ERROR."""

@@ -80,8 +80,9 @@ class Totals:
         Example: full_depth 4, output 0 at depth 4 and output 1 at depth 3 -> 7 loops, 1 saved.
         """
         for output in outputs:
-            self.tokens += len(output.tokens)
-            self.loops += sum(output.exit_depths)
-            self.loops_saved += sum(full_depth - depth for depth in output.exit_depths)
+            tokens, loops = len(output.tokens), sum(output.exit_depths)
+            self.tokens += tokens
+            self.loops += loops
+            self.loops_saved += full_depth * tokens - loops
             if output.finish_reason is not None:
                 self.finished[output.finish_reason] += 1

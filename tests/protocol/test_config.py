@@ -46,6 +46,7 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"min_coda_batch": 0}}, r"scheduler\.min_coda_batch"),
         ({"scheduler": {"max_step_tokens": 0}}, r"scheduler\.max_step_tokens"),
         ({"scheduler": {"exit_policy": "trace"}}, r"scheduler\.exit_policy"),
+        ({"scheduler": {"placement": "random"}}, r"scheduler\.placement"),
         ([1], "configuration"),
     ],
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
+from protocol.config import SchedulerSettings
 from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
+from protocol.rng import RngKey
 from protocol.sampling import SamplingParams
+from scheduler.lane import Lane
 from scheduler.placement import LoadLedger, loop_debt
 from scheduler.request import Request
 from scheduler.states import Event
-from tests.scheduler.bench import Bench, make_model, make_profile
+from tests.scheduler.bench import Bench, make_model, make_profile, reasons
 
 
 def make(**params: object) -> Request:
@@ -39,19 +44,25 @@ def test_debt_follows_the_mean_exit_depth() -> None:
     assert loop_debt(request) == 0
 
 
-def test_settling_keeps_the_sum_and_forgets_the_ended() -> None:
-    ledger, request = LoadLedger(), make(max_tokens=3, max_loops=2)
-    ledger.settle(request, "lane-0")
-    ledger.settle(request, "lane-0")
-    assert (ledger.load("lane-0"), ledger.load("lane-1")) == (6, 0)
-    assert repr(ledger) == "<LoadLedger {'lane-0': 6}>"
-    request.append(1)
-    ledger.settle(request, "lane-0")
-    assert ledger.load("lane-0") == 4 - request.loops_done + 4 - 4
-    request.end(Event.FAIL, FinishReason.ERROR, "broken")
-    ledger.settle(request, "lane-0")
-    assert ledger.load("lane-0") == 0
-    ledger.close("lane-0")
+def test_the_figure_of_a_lane_follows_its_requests() -> None:
+    profile = make_profile()
+    lane = Lane("lane-0", 1, profile, SchedulerSettings())
+    ledger = LoadLedger()
+    first, second = (
+        Request.create(RequestKey(name, 1), (1, 2), SamplingParams(max_tokens=3), profile.model)
+        for name in "ab"
+    )
+    lane.admit(first, RngKey(7))
+    assert (ledger.load(lane), repr(ledger)) == (12, "<LoadLedger {'lane-0': 12}>")
+    lane.admit(second, RngKey(7))
+    ledger.place(second, "lane-0")
+    ledger.place(second, "elsewhere")
+    assert ledger.load(lane) == 24
+    first.end(Event.ABORT, FinishReason.ABORT)
+    ledger.forget("lane-0")
+    assert ledger.load(lane) == 12
+    ledger.forget("lane-0")
+    ledger.forget("lane-0")
     assert repr(ledger) == "<LoadLedger {}>"
 
 
@@ -92,6 +103,30 @@ def test_nobody_passes_a_head_that_fits_nowhere_now_where_that_is_forbidden() ->
     bench.finish()
     admitted = [item.key.request_id for plan in bench.plans for item in plan.admits]
     assert admitted == ["first", "head", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "lanes"),
+    [
+        ("loop_debt", {"fourth": "lane-1", "fifth": "lane-2"}),
+        ("least_requests", {"fourth": "lane-1", "fifth": "lane-0"}),
+        ("round_robin", {"fourth": "lane-0", "fifth": "lane-1"}),
+    ],
+)
+def test_placement_policies(placement: str, lanes: dict[str, str]) -> None:
+    bench = Bench(make_profile(), make_profile(), make_profile(), placement=placement)
+    for name, tokens in [("long", 20), ("short", 1), ("middle", 9)]:
+        bench.add(name, max_tokens=tokens)
+    assert placed(bench) == {"lane-0": ["long"], "lane-1": ["short"], "lane-2": ["middle"]}
+    for lane, plan in zip(bench.engine.lanes, bench.plans, strict=True):
+        bench.apply(lane, bench.run(lane, plan))
+    for _ in range(2):
+        bench.step()
+    assert set(reasons(bench.outputs)) == {"short"}
+    bench.add("fourth", max_tokens=30)
+    bench.add("fifth", max_tokens=2)
+    found = {name: lane for lane, names in placed(bench).items() for name in names}
+    assert found == lanes
 
 
 def test_load_returns_to_zero() -> None:
