@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-CODE = protocol worker scheduler cluster tests
+CODE = protocol worker scheduler cluster benchmarks tests
 
 .PHONY: help install demo test check format serve doctor clean
 

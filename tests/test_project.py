@@ -14,7 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from protocol.config import parse_configuration
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("protocol", "scheduler", "worker", "cluster")
+PACKAGES = ("protocol", "scheduler", "worker", "cluster", "benchmarks")
 MAX_LINES = 350
 FILES = sorted(path for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py"))
 

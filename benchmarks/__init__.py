@@ -1,0 +1,1 @@
+"""Speed, shown and not tested: each module prints a table and writes its figures as JSON."""

@@ -1,0 +1,63 @@
+"""What every benchmark ends with: a table for people and a JSON file for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured value; `goal` is the largest that is good, and `met` says whether it is."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        return None if self.goal is None else self.value < self.goal
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    return {
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The figures as text, one a line."""
+    width = max((len(figure.name) for figure in figures), default=0)
+    lines = []
+    for figure in figures:
+        goal = ""
+        if figure.goal is not None:
+            goal = f"  goal < {figure.goal:g}: {'met' if figure.met else 'MISSED'}"
+        lines.append(f"{figure.name:<{width}}  {figure.value:>10.1f} {figure.unit}{goal}")
+    return "\n".join(lines)
+
+
+def write_json(path: Path, benchmark: str, figures: Sequence[Figure]) -> None:
+    """Write the figures with the machine that they were measured on."""
+    results = [asdict(figure) | {"met": figure.met} for figure in figures]
+    report = {"benchmark": benchmark, "machine": machine(), "results": results}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def progress(message: str) -> None:
+    """One line on standard error, so that the table on standard output stays clean."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,36 @@
+"""The scheduler's own cost, and what its placement is worth. No model, no torch.
+
+python -m benchmarks.scheduler --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.host_cost import host_costs
+from benchmarks.placement import compare_placements
+from benchmarks.report import table, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the table, and write it as JSON if asked to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    parser.add_argument("--rounds", type=int, default=200, help="plans of each size (default 200)")
+    parser.add_argument("--requests", type=int, default=10_000, help="simulated (default 10000)")
+    parser.add_argument("--workers", type=int, default=100, help="simulated (default 100)")
+    arguments = parser.parse_args(argv)
+    figures = host_costs(arguments.rounds)
+    figures += compare_placements(arguments.requests, arguments.workers)
+    print(table(figures))
+    if arguments.json is not None:
+        write_json(arguments.json, "scheduler", figures)
+
+
+if __name__ == "__main__":
+    main()
