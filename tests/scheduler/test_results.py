@@ -241,3 +241,24 @@ def test_a_second_loop_row_of_a_request_counts_once() -> None:
     assert bench.engine.stats().stale_rows == 1
     ((_, plan),) = bench.plan()
     assert plan.steps == (RecurrentBatch(batch.keys, (1,), (2,)),)
+
+
+def test_beside_a_wrong_row_those_of_an_aborted_request_are_discarded() -> None:
+    bench = Bench()
+    _, plan = decoding(bench)
+    bench.engine.abort("mate")
+    steps = list(bench.run("lane-0", plan).steps)
+    steps[2] = shifted(steps[2], 0)
+    bench.apply("lane-0", answer(plan, *steps))
+    assert reasons(bench.outputs) == {"a": FinishReason.ERROR}
+    stats = bench.engine.stats()
+    assert (stats.stale_rows, stats.discarded_rows) == (1, 3)
+
+
+def test_a_token_outside_the_vocabulary_costs_its_mate_nothing() -> None:
+    bench = Bench(token=lambda key, output_index: 64 if key.request_id == "a" else 5)
+    decoding(bench)
+    bench.apply("lane-0", bench.run("lane-0", bench.plans[-1]))
+    assert texts(bench.outputs) == {"a": ([], []), "mate": ([5], [4])}
+    bench.finish()
+    assert texts(bench.outputs)["mate"] == ([5] * 4, [4] * 4)
