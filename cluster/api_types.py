@@ -16,11 +16,8 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
     "logprobs": (None,),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
     "stop": (None,),
     "suffix": (None,),
-    "logit_bias": (None, {}),
 }
 """Fields of OpenAI's body that only take the values with which they do nothing."""
 
@@ -45,8 +42,8 @@ class CompletionRequest(_Body):
 
     Types are exact (true is not 1, "1" is not 1) and unknown fields are refused. null means the
     default wherever OpenAI allows it. `top_k`, `min_loops`, `max_loops`, `exit_threshold`,
-    `ignore_eos`, `stop_token_ids`, `priority` and `forced_depths` are Loopmesh's own; see
-    protocol/sampling.py.
+    `ignore_eos`, `stop_token_ids`, `priority`, `forced_depths`, `repetition_penalty` and
+    `min_tokens` are Loopmesh's own; see protocol/sampling.py.
     """
 
     model: str
@@ -55,6 +52,9 @@ class CompletionRequest(_Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -67,16 +67,15 @@ class CompletionRequest(_Body):
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
     forced_depths: tuple[int, ...] | None = None
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
     n: Any = None
     best_of: Any = None
     echo: Any = None
     logprobs: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
     stop: Any = None
     suffix: Any = None
-    logit_bias: Any = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -97,6 +96,14 @@ class CompletionRequest(_Body):
         if not any(type(value) is type(neutral) and value == neutral for neutral in allowed):
             raise ValueError(f"not supported: leave it out or send {allowed[-1]!r}")
         return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for name in bias or ():
+            if not (name.isascii() and name.isdecimal() and len(name) < 20):
+                raise ValueError(f"{name!r:.80} is no token id: keys are integers from 0, as text")
+        return bias
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -124,6 +131,11 @@ class CompletionRequest(_Body):
             stop_token_ids=self.stop_token_ids,
             priority=self.priority,
             forced_depths=self.forced_depths,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(name), bias) for name, bias in (self.logit_bias or {}).items()),
+            min_tokens=self.min_tokens,
         )
 
 

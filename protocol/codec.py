@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from protocol.adjustment_codec import pack_adjustments, unpack_adjustments
 from protocol.columns import (
     KeyTable,
     Packed,
@@ -174,6 +175,7 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
             float(item.temperature),
             float(item.top_p),
             item.top_k,
+            pack_adjustments(item),
         )
         for item in plan.admits
     ]
@@ -218,6 +220,7 @@ def _decode_admission(
     temperature: float,
     top_p: float,
     top_k: int,
+    adjustments: Packed,
 ) -> Admission:
     return Admission(
         key=table[read_index(key, table)],
@@ -227,6 +230,7 @@ def _decode_admission(
         temperature=read_float(temperature),
         top_p=read_float(top_p),
         top_k=read_int(top_k),
+        **unpack_adjustments(adjustments),
     )
 
 

@@ -52,6 +52,13 @@ def exits(loops: int, survival: float, *, min_loops: int, max_loops: int, bound:
     return loops >= max_loops or (loops >= min_loops and survival <= bound)
 
 
+def ending_ids(
+    stop_ids: Collection[int], eos_ids: Collection[int], *, ignore_eos: bool
+) -> frozenset[int]:
+    """The tokens with which a request ends, whatever its length."""
+    return frozenset(stop_ids) if ignore_eos else frozenset((*stop_ids, *eos_ids))
+
+
 def finish_reason(
     token: int,
     num_outputs: int,

@@ -44,7 +44,8 @@ class Admission:
     """A request, sent whole once: later plans carry only what changes.
 
     `prompt` all prompt token ids; `tables` the blocks granted so far, the same number in every
-    plane; `top_k` -1 keeps every token.
+    plane; `top_k` -1 keeps every token. `logit_bias` has (token id, bias) pairs; the `banned_ids`
+    are not sampled among the first `min_tokens` outputs.
     """
 
     key: RequestKey
@@ -54,11 +55,21 @@ class Admission:
     temperature: float
     top_p: float
     top_k: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    banned_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"admission of {self.key}: the prompt is empty")
-        require_non_negative(f"admission of {self.key}", self.prompt, *self.tables)
+        biased = tuple(token for token, _ in self.logit_bias)
+        columns = (self.prompt, biased, self.banned_ids, (self.min_tokens,))
+        require_non_negative(f"admission of {self.key}", *columns, *self.tables)
+        if self.repetition_penalty <= 0.0:
+            raise ValueError(f"admission of {self.key}: a repetition penalty is above 0")
         require_equal_lengths(f"tables of {self.key}", *self.tables)
 
 

@@ -15,7 +15,7 @@ from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, Rec
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
-    from protocol.plan import BlockTable, Step
+    from protocol.plan import Admission, BlockTable, Step
 
 
 @dataclass(slots=True)
@@ -109,3 +109,11 @@ def check_table(key: RequestKey, tables: BlockTable, planes: int, num_blocks: in
         raise ProtocolError(f"request {key}: table of {len(tables)} planes, not {planes}")
     if any(block >= num_blocks for plane in tables for block in plane):
         raise ProtocolError(f"request {key}: a block is beyond the {num_blocks} of the pool")
+
+
+def check_vocabulary(admission: Admission, vocab_size: int) -> None:
+    """Raise ProtocolError unless every token that an admission names is one of the model's."""
+    biased = (token for token, _ in admission.logit_bias)
+    largest = max((*admission.prompt, *biased, *admission.banned_ids))
+    if largest >= vocab_size:
+        raise ProtocolError(f"request {admission.key}: token {largest} is not in [0, {vocab_size})")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from protocol.rng import MAX_SEED
 
@@ -14,7 +15,14 @@ TokenId = Annotated[int, Field(strict=True, ge=0)]
 MAX_TEMPERATURE = 1e6
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 """Bounds that the wire and a device's float32 and int32 tables can hold."""
+
+MAX_BIASED_TOKENS = 300
+"""Entries of a logit_bias, as OpenAI bounds them."""
+
+Penalty = Annotated[float, Field(strict=True, ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(strict=True, ge=-100.0, le=100.0)]
 
 
 class SamplingParams(BaseModel):
@@ -26,6 +34,11 @@ class SamplingParams(BaseModel):
     scheduler orders by it; lower is sooner. With `forced_depths`, output i leaves after
     forced_depths[i] loops: the loop bounds and the gate are not consulted. The first is a full
     pass, as it always is.
+
+    `repetition_penalty` divides positive logits of tokens in prompt and output, and multiplies
+    negative ones; `presence_penalty` and `frequency_penalty` lower the logits of tokens in the
+    output, once and once an occurrence. `logit_bias` (a mapping or pairs of token id and bias) is
+    added before. What would end the request is not sampled among the first `min_tokens` outputs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,6 +55,28 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[TokenId, ...] = ()
     priority: Annotated[int, Field(strict=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     forced_depths: tuple[LoopCount, ...] | None = None
+    repetition_penalty: Annotated[
+        float, Field(strict=True, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    ] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Bias], ...], Field(max_length=MAX_BIASED_TOKENS)
+    ] = ()
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _as_pairs(cls, value: object) -> object:
+        """A mapping as pairs, so that the parameters stay immutable and hashable."""
+        return tuple(value.items()) if isinstance(value, Mapping) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _distinct(cls, pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        if len({token for token, _ in pairs}) < len(pairs):
+            raise ValueError("a token id appears twice")
+        return pairs
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -49,4 +84,6 @@ class SamplingParams(BaseModel):
             raise ValueError("top_k is -1 (keep every token) or at least 1")
         if self.max_loops is not None and self.max_loops < self.min_loops:
             raise ValueError(f"max_loops {self.max_loops} is below min_loops {self.min_loops}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         return self

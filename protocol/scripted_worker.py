@@ -24,7 +24,7 @@ from protocol.result import (
     PreludeResult,
     RecurrentResult,
 )
-from protocol.row_progress import RowProgress, check_table
+from protocol.row_progress import RowProgress, check_table, check_vocabulary
 from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class ScriptedWorker:
     def _admit(self, item: Admission) -> None:
         if item.key in self._snapshots:
             raise ProtocolError(f"request {item.key} is suspended: it cannot be admitted again")
+        check_vocabulary(item, self._profile.model.vocab_size)
         self._place(
             _Slot(RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)), item
         )

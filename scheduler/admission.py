@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.errors import CapacityError, RequestError
+from protocol.exit_rule import ending_ids
 from protocol.identity import MAX_REQUEST_ID_LENGTH
 from protocol.rng import MAX_SEED
 
@@ -54,6 +55,15 @@ def check_params(params: SamplingParams, seed: int, model: ModelProfile) -> None
     for token in params.stop_token_ids:
         if token >= model.vocab_size:
             raise RequestError(f"stop token {token} is not in [0, {model.vocab_size})")
+    for token, _ in params.logit_bias:
+        if token >= model.vocab_size:
+            raise RequestError(f"logit_bias: token {token} is not in [0, {model.vocab_size})")
+    ending = ending_ids(params.stop_token_ids, model.eos_ids, ignore_eos=params.ignore_eos)
+    if params.min_tokens and len(ending) >= model.vocab_size:
+        raise RequestError(
+            f"min_tokens {params.min_tokens}: every token of {model.name} ends this request; "
+            "leave a token out of stop_token_ids"
+        )
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise RequestError(f"seed {seed!r:.80} is not an int in [0, 2**63)")
 

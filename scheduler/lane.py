@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import add
 from typing import TYPE_CHECKING
 
+from protocol.exit_rule import ending_ids
 from protocol.plan import Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
@@ -98,7 +99,20 @@ class Lane:
             temperature=request.params.temperature,
             top_p=request.params.top_p,
             top_k=request.params.top_k,
+            repetition_penalty=request.params.repetition_penalty,
+            presence_penalty=request.params.presence_penalty,
+            frequency_penalty=request.params.frequency_penalty,
+            logit_bias=request.params.logit_bias,
+            min_tokens=request.params.min_tokens,
+            banned_ids=self._banned_ids(request),
         )
+
+    def _banned_ids(self, request: Request) -> tuple[int, ...]:
+        """What may not be sampled among the first min_tokens outputs."""
+        if request.params.min_tokens == 0:
+            return ()
+        eos_ids, ignore_eos = self.profile.model.eos_ids, request.params.ignore_eos
+        return tuple(sorted(ending_ids(request.stop_ids, eos_ids, ignore_eos=ignore_eos)))
 
     def holds_unsent(self, request: Request) -> bool:
         """Whether the worker has never heard of the request."""

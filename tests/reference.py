@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from protocol.profile import ModelProfile
     from protocol.sampling import SamplingParams
     from worker.models.base import LoopedModel
 
@@ -57,9 +58,12 @@ def reference_run(
         for position, token in enumerate(prompt):
             hidden, depth = _full_pass(driver, token, position), full
     for index in range(params.max_tokens):
-        token = _sample(model.logits(hidden)[0], params, seed, index, run)
+        logits = adjusted(model.logits(hidden)[0], params, prompt, run.tokens, model.profile)
+        token = _sample(logits, params, seed, index, run)
         run.tokens.append(token)
         run.exit_depths.append(depth)
+        if token in params.stop_token_ids:
+            break
         if not params.ignore_eos and token in model.profile.eos_ids:
             break
         if index + 1 == params.max_tokens:
@@ -75,6 +79,28 @@ def _full_pass(driver: ModelDriver, token: int, position: int) -> Tensor:
     for depth in range(driver.model.profile.max_loops):
         hidden = driver.decode(hidden, [0], [position], [depth])
     return hidden
+
+
+def adjusted(
+    logits: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    outputs: Sequence[int],
+    profile: ModelProfile,
+) -> Tensor:
+    """Logits [V] after bias, penalties and min_tokens, token by token as they are defined."""
+    values = logits.clone()
+    for token, bias in params.logit_bias:
+        values[token] += bias
+    for token in set(prompt) | set(outputs):
+        repetition = params.repetition_penalty
+        values[token] *= 1 / repetition if values[token] > 0 else repetition
+    for token in set(outputs):
+        values[token] -= params.frequency_penalty * outputs.count(token) + params.presence_penalty
+    if len(outputs) < params.min_tokens:
+        endings = (*params.stop_token_ids, *(() if params.ignore_eos else profile.eos_ids))
+        values[list(endings)] = float("-inf")
+    return values
 
 
 def _loops(

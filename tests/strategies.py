@@ -73,6 +73,12 @@ admissions = st.builds(
     temperature=st.floats(0.0, 10.0),
     top_p=st.floats(0.0, 1.0),
     top_k=st.integers(-1, 2**31),
+    repetition_penalty=st.floats(0.1, 10.0),
+    presence_penalty=st.floats(-2.0, 2.0),
+    frequency_penalty=st.floats(-2.0, 2.0),
+    logit_bias=st.lists(st.tuples(numbers, st.floats(-100.0, 100.0)), max_size=5).map(tuple),
+    min_tokens=numbers,
+    banned_ids=st.lists(numbers, max_size=4).map(tuple),
 )
 grants = st.builds(Grant, request_keys, block_tables())
 steps = st.one_of(

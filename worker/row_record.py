@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.row_progress import RowProgress
+    from worker.sampling.adjustments import Adjustments
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SamplingKind:
     random: bool
     top_k: bool
     top_p: bool
+    adjusts: Adjustments
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class RowRecord:
     top_p: Tensor
     top_k: Tensor
     rng_words: Tensor
+    bias: Tensor
+    counts: Tensor
+    marks: Tensor
+    penalties: Tensor
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its column's name."""

@@ -14,6 +14,7 @@ import torch
 from protocol.errors import ProtocolError
 from protocol.row_progress import RowProgress, check_table
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
+from worker.sampling.adjustments import Adjustments, LogitAdjuster, adjustment_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,8 @@ class SlotTable:
 
     hidden [slots, hidden_size] model dtype; token int64 [slots]; survival float32 [slots];
     tables int64 [slots, planes, width]; prompt int64 [slots, max_positions]; temperature and top_p
-    float32, top_k int64 [slots]; rng_words int64 [slots, 3] (key low, key high, stream).
+    float32, top_k int64 [slots]; rng_words int64 [slots, 3] (key low, key high, stream);
+    bias, counts, marks and penalties those of the `adjuster`.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class SlotTable:
         max_positions: int,
         block_size: int,
         scratch_block: int,
+        vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -70,6 +73,11 @@ class SlotTable:
         self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
         self.top_k = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
         self.rng_words = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
+        self.adjuster = LogitAdjuster(num_slots, vocab_size, device)
+        self.bias = self.adjuster.bias
+        self.counts = self.adjuster.counts
+        self.marks = self.adjuster.marks
+        self.penalties = self.adjuster.penalties
 
     def __repr__(self) -> str:
         return f"<SlotTable {len(self._slots)} live, {len(self._free)} free>"
@@ -161,6 +169,7 @@ class SlotTable:
                 random=admission.temperature > 0.0,
                 top_k=admission.top_k > 0,
                 top_p=admission.top_p < 1.0,
+                adjusts=Adjustments.of(admission),
             ),
             prompt=torch.tensor(admission.prompt),
             hidden=torch.zeros(self.hidden.shape[1], dtype=self.hidden.dtype),
@@ -170,6 +179,7 @@ class SlotTable:
             top_p=torch.tensor(admission.top_p, dtype=torch.float32),
             top_k=torch.tensor(admission.top_k),
             rng_words=torch.tensor((*admission.rng.philox_key(), admission.rng.stream)),
+            **adjustment_columns(admission, self.bias.shape[1]),
         )
 
     def _row(self, name: str, index: int, prompt_length: int) -> Tensor:

@@ -139,6 +139,8 @@ def run_coda(
     words = on.slots.rng_words[slot]
     uniforms = uniform(words, Purpose.SAMPLE, counters)
     logits = on.model.logits(on.slots.hidden[slot])
+    adjusts = [kind.adjusts for kind in kinds]
+    on.slots.adjuster.adjust(logits, slots, batch.output_indices, adjusts)
     tokens = sample(
         logits,
         temperature=on.slots.temperature[slot],
@@ -150,6 +152,7 @@ def run_coda(
         any_top_p=any(kind.random and kind.top_p for kind in kinds),
     )
     on.slots.token[slot] = tokens
+    on.slots.adjuster.count(tokens, slots, adjusts)
     return tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN)
 
 

@@ -17,6 +17,7 @@ from worker.memory import plan_memory
 from worker.model_runner import ModelRunner
 from worker.models.registry import load_model, resolve_model
 from worker.readback import ReadbackPool
+from worker.sampling.adjustments import LogitAdjuster
 from worker.slot_table import SlotTable
 from worker.snapshot import snapshot_room
 from worker.stages import Device
@@ -81,7 +82,10 @@ class Worker:
             pages * planes * settings.num_slots,
             device,
         )
-        logger.info("%s on %s: %s", model.profile.name, device, memory)
+        adjuster = LogitAdjuster.bytes_needed(settings.num_slots, model.profile.vocab_size)
+        logger.info(
+            "%s on %s: %s, %d bytes for penalties", model.profile.name, device, memory, adjuster
+        )
         storage = open_storage(memory, shape, device)
         slots = SlotTable(
             num_slots=settings.num_slots,
@@ -91,6 +95,7 @@ class Worker:
             max_positions=model.profile.max_positions,
             block_size=block_size,
             scratch_block=storage.scratch_block,
+            vocab_size=model.profile.vocab_size,
             dtype=dtype,
             device=device,
         )

@@ -64,9 +64,15 @@ def test_every_parameter_reaches_the_engine() -> None:
         "stop_token_ids": [4, 5],
         "priority": -2,
         "forced_depths": [4, 1, 2],
+        "repetition_penalty": 1.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -2,
+        "logit_bias": {"7": -100, "9": 0.5},
+        "min_tokens": 3,
     }
     assert set(wish) == set(SamplingParams.model_fields)
-    assert parse(**wish).to_sampling_params() == SamplingParams.model_validate(wish)
+    same = wish | {"logit_bias": {7: -100.0, 9: 0.5}}
+    assert parse(**wish).to_sampling_params() == SamplingParams.model_validate(same)
 
 
 def test_a_prompt_is_text_or_token_ids() -> None:
@@ -120,13 +126,22 @@ def test_neutral_fields_are_taken_and_change_nothing() -> None:
         ("echo", 0),
         ("logprobs", 0),
         ("logprobs", False),
-        ("presence_penalty", 0.5),
+        ("presence_penalty", 2.1),
         ("presence_penalty", False),
-        ("frequency_penalty", -1),
+        ("frequency_penalty", -2.5),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e7),
+        ("min_tokens", -1),
+        ("min_tokens", True),
         ("stop", "x"),
         ("stop", ["x"]),
         ("suffix", ""),
-        ("logit_bias", {"5": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(token): 1 for token in range(301)}),
         ("user", 7),
         ("max_tokens", 0),
         ("max_tokens", True),
@@ -166,6 +181,18 @@ def test_a_wrong_field_is_named(name: str, value: object) -> None:
     )
     assert error.param == name
     assert error.message.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("value", [101, -100.5, "1", True, None])
+def test_a_wrong_bias_is_named(value: object) -> None:
+    error = error_of(logit_bias={"5": value})
+    assert error.status == 400
+    assert error.param is not None
+    assert error.param.startswith("logit_bias")
+
+
+def test_a_token_is_biased_once() -> None:
+    assert "twice" in error_of(logit_bias={"5": 1, "05": 2}).message
 
 
 def test_a_wrong_entry_inside_a_field_is_named() -> None:

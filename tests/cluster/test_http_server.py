@@ -111,6 +111,39 @@ def test_the_openai_client_whole_and_streamed(server: RunningServer) -> None:
             client.completions.create(model="ouro-tiny", prompt=["x", "y"])
 
 
+def test_the_openai_client_with_penalties_and_bias(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        wish: dict[str, Any] = {
+            "model": "ouro-tiny",
+            "prompt": "Once upon a time",
+            "max_tokens": 24,
+            "temperature": 0,
+        }
+
+        def ids(**fields: Any) -> list[int]:  # noqa: ANN401
+            answer = client.completions.create(**(wish | fields))
+            return answer.choices[0].token_ids  # type: ignore[no-any-return]
+
+        plain = ids(presence_penalty=0, frequency_penalty=0.0, logit_bias={})
+        assert plain == ids()
+        assert len(set(plain)) < len(plain)
+        assert ids(logit_bias={str(plain[0]): -100})[0] != plain[0]
+        assert ids(logit_bias={"5": 100}) == [5] * 24
+        assert ids(presence_penalty=2, frequency_penalty=2) != plain
+        wide = ids(extra_body={"repetition_penalty": 1e6})
+        assert len(set(wide)) == len(wide)
+        stopped = ids(extra_body={"stop_token_ids": plain[:1], "min_tokens": 3})
+        assert len(stopped) >= 3
+        assert plain[0] not in stopped[:3]
+        for field, value in (
+            ("logit_bias", {"9999": 1}),
+            ("logit_bias", {"5": 101}),
+            ("presence_penalty", 3),
+        ):
+            with pytest.raises(openai.BadRequestError, match=field):
+                ids(**{field: value})
+
+
 def test_many_openai_clients_at_once(server: RunningServer) -> None:
     async def scene() -> None:
         async with openai.AsyncOpenAI(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -81,6 +82,23 @@ def test_a_request_passes_all_stages_with_typed_results(sender: PlanSender) -> N
     assert 0.0 <= looped.survivals[0] <= 1.0
     assert not then.failed
     assert (then.epoch, then.seq, len(then.device_us)) == (sender.executor.epoch, sender.seq, 4)
+
+
+@pytest.mark.parametrize("banned", [False, True])
+def test_a_token_that_the_model_does_not_have_fails_its_request_alone(
+    sender: PlanSender, banned: bool
+) -> None:
+    profile = sender.executor.profile()
+    beyond = profile.model.vocab_size
+    plain = admission(A, PROMPT, block_table(profile, 8))
+    wrong = replace(plain, logit_bias=((beyond, 1.0),))
+    if banned:
+        wrong = replace(plain, min_tokens=1, banned_ids=(beyond,))
+    right = admission(B, PROMPT, block_table(profile, 8, first=8))
+    result = sender.run(prefill(A, 0, 5), prefill(B, 0, 5), admits=(wrong, right))
+    assert [row.key for row in result.failed] == [A]
+    assert f"token {beyond} is not in" in result.failed[0].message
+    assert result.steps[1] == PrefillResult((B,), (5,))
 
 
 def test_survival_falls_with_each_loop_and_starts_again(sender: PlanSender) -> None:

@@ -31,12 +31,14 @@ COURSES = (
     Course(D, (2, 3), (4, 1, 1, 2)),
 )
 TOKEN_BYTES = 4 * 4 * 2 * 4 * 64 * 4  # planes, layers, K and V, heads, head size, float32
+ADJUSTMENT_BYTES = 9 * 4096 + 12  # bias, output counts and marks of the vocabulary, penalties
+SLACK = 2**14  # what else is in a record; less than a token
 SETTINGS = WorkerSettings(
     cache=CacheSettings(block_size=4, num_blocks=64),
     device="cpu",
     num_slots=2,
     num_threads=1,
-    snapshot_bytes=28 * TOKEN_BYTES,
+    snapshot_bytes=27 * TOKEN_BYTES + 3 * ADJUSTMENT_BYTES + SLACK,
 )
 
 

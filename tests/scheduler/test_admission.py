@@ -47,6 +47,12 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
         RequestError,
         r"forced_depths\[2\] is 5, not in \[1, 4\]",
     ),
+    ({"logit_bias": {5: 1.0, 64: 1.0}}, RequestError, r"logit_bias: token 64 is not in \[0, 64\)"),
+    (
+        {"min_tokens": 1, "stop_token_ids": tuple(range(1, 64))},
+        RequestError,
+        "min_tokens 1: every token of toy ends this request",
+    ),
     ({"seed": -1}, RequestError, "seed -1"),
     ({"seed": 2**63}, RequestError, "seed"),
     ({"seed": True}, RequestError, "seed True"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from protocol.plan import SLOT_TOKEN, Admission, PreludeBatch
 from protocol.rng import RngKey
-from tests.scheduler.bench import Bench, exit_after, fixed, make_profile, texts
+from tests.scheduler.bench import EOS, Bench, exit_after, fixed, make_profile, texts
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
@@ -134,6 +134,25 @@ def test_the_admission_holds_the_whole_request_once() -> None:
     ((_, plan),) = bench.plan()
     assert plan.admits == ()
     assert PreludeBatch((key,), (3,), (SLOT_TOKEN,)) in plan.steps
+
+
+def test_the_admission_holds_what_changes_logits() -> None:
+    bench = Bench()
+    wish: dict[str, Any] = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1.0,
+        "logit_bias": {9: 2.0},
+    }
+    bench.add("a", **wish, stop_token_ids=(7,))
+    bench.add("b", min_tokens=3, stop_token_ids=(7, 5))
+    bench.add("c", min_tokens=3, stop_token_ids=(7, 5), ignore_eos=True)
+    ((_, plan),) = bench.plan()
+    a, b, c = plan.admits
+    assert (a.repetition_penalty, a.presence_penalty, a.frequency_penalty) == (1.5, 0.5, -1.0)
+    assert (a.logit_bias, a.min_tokens, a.banned_ids) == (((9, 2.0),), 0, ())
+    assert (b.min_tokens, b.banned_ids) == (3, (EOS, 5, 7))
+    assert (c.min_tokens, c.banned_ids) == (3, (5, 7))
 
 
 def test_plans_count_up_from_one_in_each_lane() -> None:

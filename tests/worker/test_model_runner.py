@@ -59,6 +59,7 @@ class Bench:
             max_positions=64,
             block_size=BLOCK_SIZE,
             scratch_block=self.storage.scratch_block,
+            vocab_size=model.profile.vocab_size,
             dtype=torch.float32,
             device=CPU,
         )

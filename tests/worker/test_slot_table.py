@@ -29,6 +29,7 @@ def table() -> SlotTable:
         max_positions=20,
         block_size=4,
         scratch_block=SCRATCH,
+        vocab_size=32,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -190,3 +191,28 @@ def test_blocks_that_do_not_hold_what_is_written_take_no_slot(table: SlotTable) 
     assert len(table) == 0
     table.place(record, ((1, 2), (3, 4), (5, 6)))
     assert table.slot(A).progress.capacity == 8
+
+
+def test_a_record_takes_the_output_counts_to_another_slot(table: SlotTable) -> None:
+    wish = replace(admission(A), repetition_penalty=2.0, logit_bias=((3, 0.5),), min_tokens=9)
+    table.admit(replace(wish, banned_ids=(7,)))
+    first = table.slot(A)
+    for token in (4, 4, 9):
+        table.adjuster.count(torch.tensor([token]), [first.index], [first.sampling.adjusts])
+    record = table.record(A)
+    table.release(A)
+    table.admit(admission(B))
+    table.place(record, admission(A).tables)
+    then = table.slot(A)
+    assert then.index != first.index
+    assert then.sampling == first.sampling
+    logits = torch.ones(1, 32)
+    table.adjuster.adjust(logits, [then.index], [3], [then.sampling.adjusts])
+    halved, banned = (4, 5, 6, 9), (7,)
+    expected = [0.5 if token in halved else 1.0 for token in range(32)]
+    expected[3] = 1.5
+    for token in banned:
+        expected[token] = float("-inf")
+    assert logits[0].tolist() == expected
+    other = table.slot(B)
+    assert table.counts[other.index].sum() == 0
