@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from cluster.api_logprobs import ChoiceLogprobs
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from cluster.generation import Completion, TextDelta
+    from cluster.tokenizer import Tokenizer
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
-    "logprobs": (None,),
     "stop": (None,),
     "suffix": (None,),
 }
@@ -55,6 +56,7 @@ class CompletionRequest(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -73,7 +75,6 @@ class CompletionRequest(_Body):
     n: Any = None
     best_of: Any = None
     echo: Any = None
-    logprobs: Any = None
     stop: Any = None
     suffix: Any = None
 
@@ -136,6 +137,7 @@ class CompletionRequest(_Body):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((int(name), bias) for name, bias in (self.logit_bias or {}).items()),
             min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
         )
 
 
@@ -169,18 +171,18 @@ class Choice(_Body):
 
     text: str
     index: int
-    logprobs: None
+    logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     token_ids: tuple[int, ...]
     exit_depths: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: TextDelta | Completion) -> Self:
+    def of(cls, part: TextDelta | Completion, tokenizer: Tokenizer) -> Self:
         """A whole answer, or a piece of one."""
         return cls(
             text=part.text,
             index=0,
-            logprobs=None,
+            logprobs=ChoiceLogprobs.of(part, tokenizer),
             finish_reason=None if part.finish_reason is None else part.finish_reason.value,
             token_ids=part.token_ids,
             exit_depths=part.exit_depths,

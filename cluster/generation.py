@@ -12,6 +12,7 @@ from protocol.rng import MAX_SEED
 
 if TYPE_CHECKING:
     from cluster.tokenizer import Tokenizer
+    from protocol.result import TokenLogprobs
     from scheduler.output import RequestOutput
 
 
@@ -25,13 +26,17 @@ class TextDelta:
     """What one step added to an answer.
 
     `exit_depths` has one 1-based depth a token. `text` may lag behind the tokens while a character
-    is incomplete, so it can be empty, and it never covers a special token.
+    is incomplete, so it can be empty, and it never covers a special token. `logprobs` has one entry
+    a token if the request asked for them, else none; `text_offsets` is where each token's text
+    begins in the whole answer.
     """
 
     text: str
     token_ids: tuple[int, ...]
     exit_depths: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,8 @@ class Completion:
     """A finished answer, and what it cost in loops.
 
     `max_loops` is the loops of a full pass of the model, `seed` the one that drew the answer: the
-    same request with this seed gives the same answer.
+    same request with this seed gives the same answer. `logprobs` and `text_offsets` are as in
+    TextDelta.
 
     Example: max_loops 4 and exit_depths (4, 2, 3) are 9 loops run. The first output comes out of
     the prompt's last position, which always takes the full pass, so only the two outputs after it
@@ -53,6 +59,8 @@ class Completion:
     prompt_tokens: int
     max_loops: int
     seed: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
     @property
     def loops_run(self) -> int:
@@ -89,6 +97,9 @@ class TextAssembler:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._exit_depths: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._text_offsets: list[int] = []
+        self._length = 0
         self._finish_reason: FinishReason | None = None
 
     @property
@@ -111,14 +122,27 @@ class TextAssembler:
             raise ProtocolError(
                 f"{output.key}: output {output.start_index} came, {len(self._token_ids)} is next"
             )
-        text = self._detokenizer.push(output.tokens)
+        text, offsets = "", []
+        for token in output.tokens:
+            offsets.append(self._length + len(text))
+            text += self._detokenizer.push((token,))
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
+        self._length += len(text)
         self._text.append(text)
+        self._text_offsets.extend(offsets)
+        self._logprobs.extend(output.logprobs)
         self._token_ids.extend(output.tokens)
         self._exit_depths.extend(output.exit_depths)
         self._finish_reason = output.finish_reason
-        return TextDelta(text, output.tokens, output.exit_depths, output.finish_reason)
+        return TextDelta(
+            text,
+            output.tokens,
+            output.exit_depths,
+            output.finish_reason,
+            output.logprobs,
+            tuple(offsets),
+        )
 
     def completion(self) -> Completion:
         """The whole answer. Raises ProtocolError before its end."""
@@ -132,4 +156,6 @@ class TextAssembler:
             prompt_tokens=self._prompt_tokens,
             max_loops=self._max_loops,
             seed=self._seed,
+            logprobs=tuple(self._logprobs),
+            text_offsets=tuple(self._text_offsets),
         )

@@ -249,14 +249,14 @@ class CompletionRoute:
         if call.body.stream:
             await self._end_stream(call, completion, reply)
         else:
-            body = call.response(
-                self._service.model_name, (Choice.of(completion),), usage=Usage.of(completion)
-            )
+            choice = Choice.of(completion, self._service.tokenizer)
+            body = call.response(self._service.model_name, (choice,), usage=Usage.of(completion))
             await reply.whole(Response(body.to_json(), media_type="application/json"))
 
     def _event(self, call: _Call, delta: TextDelta) -> str:
         usage = {"usage": None} if call.body.include_usage else {}
-        return call.response(self._service.model_name, (Choice.of(delta),), **usage).to_json()
+        choice = Choice.of(delta, self._service.tokenizer)
+        return call.response(self._service.model_name, (choice,), **usage).to_json()
 
     async def _end_stream(self, call: _Call, completion: Completion, reply: Reply) -> None:
         if call.body.include_usage:

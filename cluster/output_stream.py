@@ -60,4 +60,5 @@ def merge(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         finish_reason=then.finish_reason,
         error=then.error,
         worker_lost=then.worker_lost,
+        logprobs=first.logprobs + then.logprobs,
     )

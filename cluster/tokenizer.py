@@ -53,6 +53,14 @@ class Tokenizer:
         """The text of `ids`: special and unknown tokens are silent, broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, a special one written out.
+
+        A token that is only a part of a character, or unknown, is told as token_id:N.
+        """
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text if text and "\N{REPLACEMENT CHARACTER}" not in text else f"token_id:{token}"
+
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one output."""
         return Detokenizer(self._backend)

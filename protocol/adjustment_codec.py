@@ -1,4 +1,4 @@
-"""The sampling extras of an admission as bytes: bias, penalties and banned tokens."""
+"""The sampling extras of an admission as bytes: bias, penalties, banned tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def pack_adjustments(item: Admission) -> tuple[object, ...]:
         [float(bias) for _, bias in item.logit_bias],
         item.min_tokens,
         pack_column("i", item.banned_ids),
+        item.logprobs,
     )
 
 
 def unpack_adjustments(fields: Packed) -> dict[str, Any]:
     """The same fields by name, for Admission."""
-    repetition, presence, frequency, biased, biases, min_tokens, banned = fields
+    repetition, presence, frequency, biased, biases, min_tokens, banned, logprobs = fields
     return {
         "repetition_penalty": read_float(repetition),
         "presence_penalty": read_float(presence),
@@ -33,4 +34,5 @@ def unpack_adjustments(fields: Packed) -> dict[str, Any]:
         "logit_bias": tuple(zip(unpack_column("i", biased), map(read_float, biases), strict=True)),
         "min_tokens": read_int(min_tokens),
         "banned_ids": unpack_column("i", banned),
+        "logprobs": read_int(logprobs),
     }

@@ -17,6 +17,7 @@ from protocol.columns import (
     KeyTable,
     Packed,
     pack_column,
+    pack_logprobs,
     pack_table,
     read_float,
     read_index,
@@ -25,6 +26,7 @@ from protocol.columns import (
     read_keys,
     read_text,
     unpack_column,
+    unpack_logprobs,
     unpack_table,
 )
 from protocol.errors import ProtocolError
@@ -65,7 +67,7 @@ FRAME_LIMIT = 64 * 2**20
 _PLAN, _RESULT, _OPEN, _OPENED, _SYNC, _SYNCED, _BEAT, _FAULT = range(8)
 
 # Batches and results by wire number: the class and the format of each column after the keys
-# (i: int32, f: float32). Field order in the class is the order on the wire.
+# (i: int32, f: float32, l: ragged log probabilities). Field order in the class is that of the wire.
 _BATCHES: tuple[tuple[type, str], ...] = (
     (PrefillBatch, "ii"),
     (PreludeBatch, "ii"),
@@ -76,7 +78,7 @@ _RESULTS: tuple[tuple[type, str], ...] = (
     (PrefillResult, "i"),
     (PreludeResult, "i"),
     (RecurrentResult, "iif"),
-    (CodaResult, "ii"),
+    (CodaResult, "iil"),
 )
 
 
@@ -143,7 +145,7 @@ def _pack_steps(
         cls, codes = kinds[number]
         names = cls.__slots__[1:]  # type: ignore[attr-defined]
         columns = (
-            pack_column(code, getattr(step, name)) for code, name in zip(codes, names, strict=True)
+            _pack(code, getattr(step, name)) for code, name in zip(codes, names, strict=True)
         )
         packed.append((number, keys.column(step.keys), *columns))
     return packed
@@ -157,9 +159,17 @@ def _unpack_steps(
     unpacked = []
     for number, keys, *columns in steps:
         cls, codes = kinds[read_index(number, kinds)]
-        values = (unpack_column(code, column) for code, column in zip(codes, columns, strict=True))
+        values = (_unpack(code, column) for code, column in zip(codes, columns, strict=True))
         unpacked.append(cls(read_keys(table, keys), *values))
     return tuple(unpacked)
+
+
+def _pack(code: str, values: Sequence[Any]) -> object:
+    return pack_logprobs(values) if code == "l" else pack_column(code, values)
+
+
+def _unpack(code: str, data: Any) -> tuple[Any, ...]:  # noqa: ANN401 - foreign bytes
+    return unpack_logprobs(*data) if code == "l" else unpack_column(code, data)
 
 
 def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:

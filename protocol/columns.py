@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.errors import ProtocolError
 from protocol.identity import RequestKey
+from protocol.result import TokenLogprobs
 
 if TYPE_CHECKING:
     from protocol.plan import BlockTable
@@ -49,6 +50,39 @@ def unpack_column(code: str, data: bytes) -> tuple[Any, ...]:
     if not isinstance(data, bytes) or len(data) % 4:
         raise ProtocolError("a column is not a whole number of 4-byte entries")
     return struct.unpack(f"<{len(data) // 4}{code}", data)
+
+
+def pack_logprobs(rows: Sequence[TokenLogprobs | None]) -> tuple[bytes, ...]:
+    """Ragged rows as four columns: alternatives a row, -1 for none asked, then all values."""
+    asked = [row for row in rows if row is not None]
+    return (
+        pack_column("i", [-1 if row is None else len(row.top_ids) for row in rows]),
+        pack_column("f", [row.logprob for row in asked]),
+        pack_column("i", [token for row in asked for token in row.top_ids]),
+        pack_column("f", [value for row in asked for value in row.top_logprobs]),
+    )
+
+
+def unpack_logprobs(
+    counts: bytes, logprobs: bytes, ids: bytes, tops: bytes
+) -> tuple[TokenLogprobs | None, ...]:
+    """The rows of pack_logprobs."""
+    sizes = unpack_column("i", counts)
+    values = unpack_column("f", logprobs)
+    top_ids, top_logprobs = unpack_column("i", ids), unpack_column("f", tops)
+    told = [size for size in sizes if size >= 0]
+    if len(told) != len(values) or not sum(told) == len(top_ids) == len(top_logprobs):
+        raise ProtocolError("log probabilities do not fit their rows")
+    rows: list[TokenLogprobs | None] = []
+    row = end = 0
+    for size in sizes:
+        if size < 0:
+            rows.append(None)
+            continue
+        start, end = end, end + size
+        rows.append(TokenLogprobs(values[row], top_ids[start:end], top_logprobs[start:end]))
+        row += 1
+    return tuple(rows)
 
 
 def read_keys(table: Sequence[RequestKey], column: bytes) -> tuple[RequestKey, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from protocol.sampling import MAX_LOGPROBS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,13 +41,18 @@ def require_distinct(what: str, keys: Sequence[RequestKey]) -> None:
         raise ValueError(f"{what}: a request appears twice")
 
 
+NO_LOGPROBS = -1
+"""In Admission.logprobs: tell no log probability."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request, sent whole once: later plans carry only what changes.
 
     `prompt` all prompt token ids; `tables` the blocks granted so far, the same number in every
     plane; `top_k` -1 keeps every token. `logit_bias` has (token id, bias) pairs; the `banned_ids`
-    are not sampled among the first `min_tokens` outputs.
+    are not sampled among the first `min_tokens` outputs. `logprobs` is how many alternatives are
+    told beside each token's log probability.
     """
 
     key: RequestKey
@@ -61,6 +68,7 @@ class Admission:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     banned_ids: tuple[int, ...] = ()
+    logprobs: int = NO_LOGPROBS
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -70,6 +78,8 @@ class Admission:
         require_non_negative(f"admission of {self.key}", *columns, *self.tables)
         if self.repetition_penalty <= 0.0:
             raise ValueError(f"admission of {self.key}: a repetition penalty is above 0")
+        if not NO_LOGPROBS <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"admission of {self.key}: {self.logprobs} logprobs")
         require_equal_lengths(f"tables of {self.key}", *self.tables)
 
 

@@ -6,6 +6,7 @@ stage a value belongs to. Rows of requests that failed are missing from it and l
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -59,15 +60,41 @@ class RecurrentResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (float32 values) where one token was sampled.
+
+    `logprob` is the sampled token's; `top_logprobs` are those of the most likely tokens `top_ids`,
+    falling, the lower id first among equals. The sampled one need not be among them.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_equal_lengths("logprobs", self.top_ids, self.top_logprobs)
+        require_non_negative("logprobs", self.top_ids)
+        if any(math.isnan(value) for value in (self.logprob, *self.top_logprobs)):
+            raise ValueError("logprobs: a value is not a number")
+
+
+@dataclass(frozen=True, slots=True)
 class CodaResult:
-    """The sampled token of each row's output index."""
+    """The sampled token of each row's output index.
+
+    `logprobs` is empty when no row asked for any; else it has one entry a row, None for those
+    that did not ask.
+    """
 
     keys: tuple[RequestKey, ...]
     output_indices: tuple[int, ...]
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def __post_init__(self) -> None:
         require_equal_lengths("coda result", self.keys, self.output_indices, self.tokens)
+        if self.logprobs:
+            require_equal_lengths("coda result", self.keys, self.logprobs)
         require_non_negative("coda result", self.output_indices, self.tokens)
 
 

@@ -21,6 +21,9 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_BIASED_TOKENS = 300
 """Entries of a logit_bias, as OpenAI bounds them."""
 
+MAX_LOGPROBS = 20
+"""Alternatives that are told of a token at most; readback buffers are sized by it."""
+
 Penalty = Annotated[float, Field(strict=True, ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(strict=True, ge=-100.0, le=100.0)]
 
@@ -39,6 +42,8 @@ class SamplingParams(BaseModel):
     negative ones; `presence_penalty` and `frequency_penalty` lower the logits of tokens in the
     output, once and once an occurrence. `logit_bias` (a mapping or pairs of token id and bias) is
     added before. What would end the request is not sampled among the first `min_tokens` outputs.
+    `logprobs` asks for each token's log probability, after all of these and before temperature,
+    and for those of so many most likely tokens; it changes no token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -64,6 +69,7 @@ class SamplingParams(BaseModel):
         tuple[tuple[TokenId, Bias], ...], Field(max_length=MAX_BIASED_TOKENS)
     ] = ()
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod

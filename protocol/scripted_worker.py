@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from protocol.errors import ProtocolError
 from protocol.exit_rule import round_to_float32
 from protocol.identity import RequestKey
-from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -23,6 +23,7 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    TokenLogprobs,
 )
 from protocol.row_progress import RowProgress, check_table, check_vocabulary
 from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
@@ -43,6 +44,7 @@ class _Slot:
     """One request's place. Owner: ScriptedWorker. Mutated only by: its steps."""
 
     progress: RowProgress
+    logprobs: int
     survival: float = 1.0
     token: int = -1
 
@@ -146,7 +148,16 @@ class ScriptedWorker:
                 return RecurrentResult(keys, pick(step.positions), pick(step.depths), survivals)
             case CodaBatch():
                 tokens = tuple(self._slots[key].token for key in keys)
-                return CodaResult(keys, pick(step.output_indices), tokens)
+                logprobs = tuple(self._logprobs(self._slots[key]) for key in keys)
+                told = logprobs if any(logprobs) else ()
+                return CodaResult(keys, pick(step.output_indices), tokens, told)
+
+    def _logprobs(self, slot: _Slot) -> TokenLogprobs | None:
+        """The sampled token at -0.5, and the ids from 0 on at -1, -2, ..."""
+        if slot.logprobs == NO_LOGPROBS:
+            return None
+        ids = tuple(range(min(slot.logprobs, self._profile.model.vocab_size)))
+        return TokenLogprobs(-0.5, ids, tuple(-1.0 - token for token in ids))
 
     def _advance(self, step: Step, row: int) -> None:
         key = step.keys[row]
@@ -165,9 +176,8 @@ class ScriptedWorker:
         if item.key in self._snapshots:
             raise ProtocolError(f"request {item.key} is suspended: it cannot be admitted again")
         check_vocabulary(item, self._profile.model.vocab_size)
-        self._place(
-            _Slot(RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)), item
-        )
+        progress = RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)
+        self._place(_Slot(progress, item.logprobs), item)
 
     def _suspend(self, key: RequestKey, answers: _Answers) -> None:
         slot = self._slot(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from protocol.identity import RequestKey
     from protocol.plan import ExecutionPlan, Step
     from protocol.profile import ModelProfile
-    from protocol.result import PlanResult, StepResult
+    from protocol.result import PlanResult, StepResult, TokenLogprobs
     from scheduler.output import RequestOutput
     from scheduler.stats import Totals
 
@@ -106,9 +107,10 @@ class ResultApplier:
         match step, answer:
             case RecurrentBatch(), RecurrentResult(_, positions, depths, _):
                 same = positions == step.positions and depths == step.depths
-            case CodaBatch(), CodaResult(_, output_indices, tokens):
+            case CodaBatch(), CodaResult(_, output_indices, tokens, _):
                 possible = max(tokens, default=0) < self._model.vocab_size
                 same = output_indices == step.output_indices and possible
+                same = same and all(self._told_as_asked(answer, row) for row in range(len(tokens)))
             case PreludeBatch(), PreludeResult(_, positions):
                 same = positions == step.positions
             case PrefillBatch(), PrefillResult(_, ends):
@@ -118,24 +120,39 @@ class ResultApplier:
         return same and answer.keys == step.keys
 
     def _is_possible(self, answer: StepResult, row: int) -> bool:
-        """False for a token that the model does not have."""
-        return not isinstance(answer, CodaResult) or answer.tokens[row] < self._model.vocab_size
+        """False for a token that the model does not have, or logprobs other than asked for."""
+        if not isinstance(answer, CodaResult):
+            return True
+        known = answer.tokens[row] < self._model.vocab_size
+        return known and self._told_as_asked(answer, row)
+
+    def _told_as_asked(self, answer: CodaResult, row: int) -> bool:
+        """Whether a row has the log probabilities that its request asks for, and no others."""
+        request = self._requests.get(answer.keys[row])
+        told = answer.logprobs[row] if answer.logprobs else None
+        asked = None if request is None else request.params.logprobs
+        if asked is None or told is None:
+            return asked is None and told is None
+        vocab_size = self._model.vocab_size
+        is_full = len(told.top_ids) == min(asked, vocab_size)
+        return is_full and all(token < vocab_size for token in told.top_ids)
 
     def _advance(self, answer: StepResult) -> tuple[Callable[[Request, Any], None], Sequence[Any]]:
         """What moves a request on by a row of this answer, and with which value of each row."""
         match answer:
             case RecurrentResult(_, _, _, survivals):
                 return Request.loop, survivals
-            case CodaResult(_, _, tokens):
-                return self._append, tokens
+            case CodaResult(_, _, tokens, logprobs):
+                return self._append, tuple(zip(tokens, logprobs or repeat(None), strict=False))
             case PreludeResult(_, positions):
                 return _embed, positions
             case PrefillResult(_, ends):
                 return Request.prefill_to, ends
 
-    def _append(self, request: Request, token: int) -> None:
+    def _append(self, request: Request, output: tuple[int, TokenLogprobs | None]) -> None:
+        token, logprobs = output
         self._starts.setdefault(request.key, len(request.tokens))
-        request.append(token)
+        request.append(token, logprobs)
         reason = finish_reason(
             token,
             len(request.tokens),

@@ -6,7 +6,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from protocol.exit_rule import ending_ids
-from protocol.plan import Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
+from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
 from scheduler.states import Event, State
@@ -105,6 +105,7 @@ class Lane:
             logit_bias=request.params.logit_bias,
             min_tokens=request.params.min_tokens,
             banned_ids=self._banned_ids(request),
+            logprobs=NO_LOGPROBS if request.params.logprobs is None else request.params.logprobs,
         )
 
     def _banned_ids(self, request: Request) -> tuple[int, ...]:

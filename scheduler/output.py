@@ -10,6 +10,7 @@ from protocol.errors import LoopmeshError, WorkerLostError
 if TYPE_CHECKING:
     from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
+    from protocol.result import TokenLogprobs
     from scheduler.request import Request
 
 
@@ -21,6 +22,7 @@ class RequestOutput:
     The outputs of a request follow each other without a gap, and exactly one of them, the last,
     has a `finish_reason`. `error` is set if and only if that is ERROR; `worker_lost` says that the
     request itself was fine and its worker went away, so that the same request may work again.
+    `logprobs` has one entry a token, or none at all for a request that did not ask.
     """
 
     key: RequestKey
@@ -30,6 +32,7 @@ class RequestOutput:
     finish_reason: FinishReason | None
     error: str | None
     worker_lost: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def raise_error(self) -> None:
         """Raise `error`, if there is one: WorkerLostError, else LoopmeshError."""
@@ -48,6 +51,7 @@ def output_since(request: Request, start_index: int) -> RequestOutput:
         finish_reason=request.finish_reason,
         error=request.error,
         worker_lost=request.worker_lost,
+        logprobs=tuple(request.logprobs[start_index:]),
     )
 
 

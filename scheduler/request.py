@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
     from protocol.profile import ModelProfile
+    from protocol.result import TokenLogprobs
     from protocol.sampling import SamplingParams
     from scheduler.exit_policy import ExitPolicy
 
@@ -57,6 +58,7 @@ class Request:
     bypasses: int = 0
     exit_due: bool = False
     later_loops: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -126,11 +128,13 @@ class Request:
             self.loops_done = self.full_depth
         self.prefilled = end
 
-    def append(self, token: int) -> None:
-        """The next output, sampled after `loops_done` loops."""
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """The next output, sampled after `loops_done` loops; with `logprobs` if it asks for any."""
         if self.tokens:
             self.later_loops += self.loops_done
         self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.exit_depths.append(self.loops_done)
         self.stage = Stage.PRELUDE
 

@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReferenceRun:
-    """Tokens and exit depths of one request, and the smallest margin of any decision in it."""
+    """Tokens and exit depths of one request, and the smallest margin of any decision in it.
+
+    `logprobs` has the log probabilities of all tokens [V], float64, before temperature.
+    """
 
     tokens: list[int] = field(default_factory=list)
     exit_depths: list[int] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
     margin: float = float("inf")
 
     def note(self, margin: float) -> None:
@@ -60,6 +64,7 @@ def reference_run(
     for index in range(params.max_tokens):
         logits = adjusted(model.logits(hidden)[0], params, prompt, run.tokens, model.profile)
         token = _sample(logits, params, seed, index, run)
+        run.logprobs.append(logits.double().log_softmax(0))
         run.tokens.append(token)
         run.exit_depths.append(depth)
         if token in params.stop_token_ids:

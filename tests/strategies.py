@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
@@ -11,6 +11,7 @@ from protocol.identity import RequestKey
 from protocol.layout import Layout
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import (
+    NO_LOGPROBS,
     Admission,
     CodaBatch,
     ExecutionPlan,
@@ -28,8 +29,10 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    TokenLogprobs,
 )
 from protocol.rng import MAX_SEED, RngKey
+from protocol.sampling import MAX_LOGPROBS
 from protocol.snapshot import LossReason, SnapshotHandle, SnapshotLoss, SnapshotRoom
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ survivals = st.floats(0.0, 1.0).map(round_to_float32)
 request_keys = st.builds(RequestKey, text.filter(bool), generations)
 
 
-def rows(batch: Callable[..., object], *columns: st.SearchStrategy[float]) -> st.SearchStrategy:
+def rows(batch: Callable[..., object], *columns: st.SearchStrategy[Any]) -> st.SearchStrategy:
     """Batches of `batch` with distinct keys and one entry a row from each column."""
     row = st.tuples(request_keys, *columns)
     drawn = st.lists(row, max_size=6, unique_by=lambda entry: entry[0])
@@ -79,6 +82,7 @@ admissions = st.builds(
     logit_bias=st.lists(st.tuples(numbers, st.floats(-100.0, 100.0)), max_size=5).map(tuple),
     min_tokens=numbers,
     banned_ids=st.lists(numbers, max_size=4).map(tuple),
+    logprobs=st.integers(NO_LOGPROBS, MAX_LOGPROBS),
 )
 grants = st.builds(Grant, request_keys, block_tables())
 steps = st.one_of(
@@ -107,11 +111,23 @@ handles = st.builds(
     st.integers(0, 2**32 - 1),
 )
 losses = st.builds(SnapshotLoss, request_keys, st.sampled_from(LossReason), text)
+logprob_values = st.floats(max_value=0.0, width=32, allow_nan=False)
+
+
+@st.composite
+def token_logprobs(draw: st.DrawFn) -> TokenLogprobs:
+    """Log probabilities with up to MAX_LOGPROBS alternatives."""
+    tops = draw(st.lists(st.tuples(numbers, logprob_values), max_size=MAX_LOGPROBS))
+    ids, values = zip(*tops, strict=True) if tops else ((), ())
+    return TokenLogprobs(draw(logprob_values), ids, values)
+
+
 step_results = st.one_of(
     rows(PrefillResult, numbers),
     rows(PreludeResult, numbers),
     rows(RecurrentResult, numbers, numbers, survivals),
     rows(CodaResult, numbers, numbers),
+    rows(CodaResult, numbers, numbers, st.one_of(st.none(), token_logprobs())),
 )
 
 

@@ -17,6 +17,7 @@ from protocol.snapshot import NO_SNAPSHOTS, SnapshotLoss
 from worker.outcome import (
     EMPTY_RESULTS,
     PlanOutcome,
+    read_logprobs,
     read_survivals,
     read_tokens,
     select_rows,
@@ -170,5 +171,10 @@ class ModelRunner:
                 return lambda failed: read_survivals(batch, survivals.tolist(), failed)
             case CodaBatch():
                 kinds = [slot.sampling for slot in live]
-                tokens = lease.put_tokens(run_coda(self._on, batch, slots, kinds))
-                return lambda failed: read_tokens(batch, tokens.tolist(), failed)
+                counts = [kind.logprobs for kind in kinds]
+                sampled = run_coda(self._on, batch, slots, kinds)
+                tokens = lease.put_tokens(sampled.tokens)
+                values = sampled.logprobs and lease.put_logprobs(sampled.logprobs)
+                return lambda failed: read_tokens(
+                    batch, tokens.tolist(), read_logprobs(values, counts), failed
+                )

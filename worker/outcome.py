@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, TypeAlias
 
-from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -16,6 +16,7 @@ from protocol.result import (
     PreludeResult,
     RecurrentResult,
     StepResult,
+    TokenLogprobs,
 )
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from protocol.plan import Step
     from protocol.snapshot import SnapshotHandle, SnapshotLoss
+    from worker.sampling.logprobs import Logprobs
 
 StepReader: TypeAlias = Callable[[list[FailedRow]], StepResult]
 """Makes one step's result from the host buffers; adds the rows that have no usable value."""
@@ -88,15 +90,44 @@ def read_survivals(
     )
 
 
-def read_tokens(batch: CodaBatch, tokens: Sequence[int], failed: list[FailedRow]) -> CodaResult:
-    """Tokens with their rows; a row without one (-1) goes to `failed`."""
+def read_tokens(
+    batch: CodaBatch,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    failed: list[FailedRow],
+) -> CodaResult:
+    """Tokens with their rows; a row without one (-1) goes to `failed`.
+
+    `logprobs` has one entry a row, or none at all.
+    """
     rows = [row for row, token in enumerate(tokens) if token >= 0]
     _fail_others(batch, rows, failed)
     return CodaResult(
         tuple(batch.keys[row] for row in rows),
         tuple(batch.output_indices[row] for row in rows),
         tuple(tokens[row] for row in rows),
+        tuple(logprobs[row] for row in rows) if logprobs else (),
     )
+
+
+def read_logprobs(values: Logprobs | None, counts: Sequence[int]) -> list[TokenLogprobs | None]:
+    """One entry a row of a batch, or none at all when no row asked for any.
+
+    `counts` says how many alternatives each row asked for, NO_LOGPROBS for none; `values` are
+    those of the rows that asked, in order.
+    """
+    if values is None:
+        return []
+    sampled, ids, tops = values.sampled.tolist(), values.top_ids.tolist(), values.top.tolist()
+    rows = iter(zip(sampled, ids, tops, strict=True))
+    read: list[TokenLogprobs | None] = []
+    for count in counts:
+        if count == NO_LOGPROBS:
+            read.append(None)
+        else:
+            value, top_ids, top = next(rows)
+            read.append(TokenLogprobs(value, tuple(top_ids[:count]), tuple(top[:count])))
+    return read
 
 
 def _fail_others(batch: Step, good: Sequence[int], failed: list[FailedRow]) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from protocol.sampling import MAX_LOGPROBS
+from worker.sampling.logprobs import Logprobs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,19 +20,26 @@ if TYPE_CHECKING:
 class ReadbackLease:
     """Host buffers of one plan. Owner: the plan's ticket. Mutated only by: the device thread.
 
-    survivals float32 [rows] and tokens int64 [rows], pinned where the device is not the host.
+    survivals and logprobs float32 [rows], tokens int64 [rows], and of the most likely tokens ids
+    int64 and logprobs float32 [rows, MAX_LOGPROBS]; pinned where the device is not the host.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         pinned = device.type != "cpu"
         self._survivals = torch.zeros(rows, dtype=torch.float32, pin_memory=pinned)
         self._tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        self._logprobs = Logprobs(
+            sampled=torch.zeros(rows, dtype=torch.float32, pin_memory=pinned),
+            top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int64, pin_memory=pinned),
+            top=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.float32, pin_memory=pinned),
+        )
         self._used_survivals = 0
         self._used_tokens = 0
+        self._used_logprobs = 0
 
     def clear(self) -> None:
         """Forget the previous plan."""
-        self._used_survivals = self._used_tokens = 0
+        self._used_survivals = self._used_tokens = self._used_logprobs = 0
 
     def put_survivals(self, values: Tensor) -> Tensor:
         """Enqueue a copy of float32 [n] values; the view returned holds them once it is done."""
@@ -42,6 +52,20 @@ class ReadbackLease:
         start, self._used_tokens = self._used_tokens, self._used_tokens + len(values)
         view = self._tokens[start : self._used_tokens]
         return view.copy_(values, non_blocking=True)
+
+    def put_logprobs(self, values: Logprobs) -> Logprobs:
+        """Enqueue a copy of the logprobs of n rows; the views returned hold them once it is done.
+
+        A plan has at most as many of them as tokens.
+        """
+        start, self._used_logprobs = self._used_logprobs, self._used_logprobs + len(values.sampled)
+        rows, width = slice(start, self._used_logprobs), values.top_ids.shape[1]
+        held = self._logprobs
+        return Logprobs(
+            sampled=held.sampled[rows].copy_(values.sampled, non_blocking=True),
+            top_ids=held.top_ids[rows, :width].copy_(values.top_ids, non_blocking=True),
+            top=held.top[rows, :width].copy_(values.top, non_blocking=True),
+        )
 
 
 class ReadbackPool:

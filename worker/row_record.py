@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingKind:
-    """What a request's sampling needs: known on the host, so a batch skips what no row needs."""
+    """What a request's sampling needs: known on the host, so a batch skips what no row needs.
+
+    `logprobs` counts the alternatives to tell, NO_LOGPROBS for a request that asks for nothing.
+    """
 
     random: bool
     top_k: bool
     top_p: bool
     adjusts: Adjustments
+    logprobs: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,7 @@ class SlotTable:
                 top_k=admission.top_k > 0,
                 top_p=admission.top_p < 1.0,
                 adjusts=Adjustments.of(admission),
+                logprobs=admission.logprobs,
             ),
             prompt=torch.tensor(admission.prompt),
             hidden=torch.zeros(self.hidden.shape[1], dtype=self.hidden.dtype),

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.plan import SLOT_TOKEN
+from protocol.plan import NO_LOGPROBS, SLOT_TOKEN
 from protocol.rng import Purpose
 from worker.attention.backend import paged_attention
 from worker.batch import column, decode_rows, prefill_rows, table_width
+from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
 from worker.sampling.sampler import sample
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from worker.kv_storage import KVStorage
     from worker.models.base import LoopedModel
     from worker.row_record import SamplingKind
+    from worker.sampling.logprobs import Logprobs
     from worker.slot_table import SlotTable
 
 
@@ -126,10 +128,18 @@ def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Te
     return survivals
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What CODA leaves: tokens int64 [N], and the logprobs of the rows that asked, in order."""
+
+    tokens: Tensor
+    logprobs: Logprobs | None
+
+
 def run_coda(
     on: Device, batch: CodaBatch, slots: Sequence[int], kinds: Sequence[SamplingKind]
-) -> Tensor:
-    """Finalize each row's KV, sample its next token; returns tokens int64 [N].
+) -> Sampled:
+    """Finalize each row's KV, sample its next token.
 
     The token also stays in the slot, so the next PRELUDE need not wait for the host.
     """
@@ -153,7 +163,20 @@ def run_coda(
     )
     on.slots.token[slot] = tokens
     on.slots.adjuster.count(tokens, slots, adjusts)
-    return tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN)
+    return Sampled(
+        tokens=tokens.masked_fill(logits.isnan().any(dim=1), NO_TOKEN),
+        logprobs=_logprobs(logits, tokens, [kind.logprobs for kind in kinds], on.device),
+    )
+
+
+def _logprobs(
+    logits: Tensor, tokens: Tensor, counts: Sequence[int], device: torch.device
+) -> Logprobs | None:
+    asked = [row for row, count in enumerate(counts) if count != NO_LOGPROBS]
+    if not asked:
+        return None
+    rows = column(asked, device)
+    return token_logprobs(logits[rows], tokens[rows], alternatives=max(counts) > 0)
 
 
 def finalize(on: Device, batch: CodaBatch, slots: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from protocol.errors import (
     WorkerLostError,
 )
 from protocol.exit_rule import FinishReason
+from protocol.result import TokenLogprobs
 from protocol.sampling import SamplingParams
+from tests.cluster.completion_services import TOKENIZER
 
 LEAST: dict[str, Any] = {"model": "m", "prompt": "hello"}
 
@@ -69,6 +72,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         "frequency_penalty": -2,
         "logit_bias": {"7": -100, "9": 0.5},
         "min_tokens": 3,
+        "logprobs": 5,
     }
     assert set(wish) == set(SamplingParams.model_fields)
     same = wish | {"logit_bias": {7: -100.0, 9: 0.5}}
@@ -99,7 +103,6 @@ NEUTRAL: dict[str, Any] = {
     "n": 1,
     "best_of": 1,
     "echo": False,
-    "logprobs": None,
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "stop": None,
@@ -124,8 +127,10 @@ def test_neutral_fields_are_taken_and_change_nothing() -> None:
         ("best_of", 3),
         ("echo", True),
         ("echo", 0),
-        ("logprobs", 0),
-        ("logprobs", False),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("logprobs", 1.0),
         ("presence_penalty", 2.1),
         ("presence_penalty", False),
         ("frequency_penalty", -2.5),
@@ -273,7 +278,7 @@ def test_responses_serialize_as_openais() -> None:
         object="text_completion",
         created=5,
         model="m",
-        choices=(Choice.of(answer),),
+        choices=(Choice.of(answer, TOKENIZER),),
         usage=Usage.of(answer),
     )
     assert json.loads(body.to_json()) == {
@@ -301,8 +306,31 @@ def test_responses_serialize_as_openais() -> None:
     }
 
 
+def test_logprobs_are_openais_object() -> None:
+    first, partial, special = TOKENIZER.encode("Once")[0], TOKENIZER.encode("🎉")[0], 0
+    logprobs = (
+        TokenLogprobs(-0.5, (first, partial), (-0.5, -1.0)),
+        TokenLogprobs(-math.inf, (special, partial), (-0.25, -math.inf)),
+    )
+    piece = TextDelta("x", (first, partial), (4, 4), None, logprobs, (0, 4))
+    choice = Choice.of(piece, TOKENIZER)
+    assert choice.logprobs is not None
+    name, special_name = TOKENIZER.token_text(first), TOKENIZER.token_text(special)
+    assert name == TOKENIZER.decode([first])
+    assert special_name.startswith("<")
+    assert json.loads(choice.logprobs.model_dump_json()) == {
+        "tokens": [name, f"token_id:{partial}"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [
+            {name: -0.5, f"token_id:{partial}": -1.0},
+            {special_name: -0.25, f"token_id:{partial}": -9999.0},
+        ],
+        "text_offset": [0, 4],
+    }
+
+
 def test_a_piece_of_a_stream_leaves_usage_out_unless_it_is_set() -> None:
-    piece = Choice.of(TextDelta("x", (5,), (4,), None))
+    piece = Choice.of(TextDelta("x", (5,), (4,), None), TOKENIZER)
     plain = CompletionResponse(
         id="i", object="text_completion", created=1, model="m", choices=(piece,)
     )

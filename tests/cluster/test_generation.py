@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.generation import Completion, TextAssembler, TextDelta, resolve_seed
@@ -8,6 +10,7 @@ from protocol.config import ModelSettings
 from protocol.errors import LoopmeshError, ProtocolError
 from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
+from protocol.result import TokenLogprobs
 from protocol.rng import MAX_SEED
 from scheduler.output import RequestOutput
 from worker.models.registry import resolve_model
@@ -46,7 +49,8 @@ def test_outputs_become_deltas_and_one_completion() -> None:
     assert not builder.finished
     last = builder.push(output(len(ids), [0], FinishReason.STOP))
     assert builder.finished
-    assert last == TextDelta("", (0,), (1 + len(ids) % 4,), FinishReason.STOP)
+    depths = (1 + len(ids) % 4,)
+    assert last == TextDelta("", (0,), depths, FinishReason.STOP, text_offsets=(13,))
     assert "".join(delta.text for delta in deltas) == "Hello 🎉 world"
     answer = builder.completion()
     assert answer.text == "Hello 🎉 world"
@@ -54,6 +58,27 @@ def test_outputs_become_deltas_and_one_completion() -> None:
     assert answer.exit_depths == tuple(1 + i % 4 for i in range(len(ids) + 1))
     assert answer.finish_reason is FinishReason.STOP
     assert (answer.prompt_tokens, answer.max_loops, answer.seed) == (5, 4, 11)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_logprobs_and_offsets_follow_their_tokens(size: int) -> None:
+    ids = TOKENIZER.encode("Hello 🎉 wörld")
+    logprobs = tuple(TokenLogprobs(-float(i), (i,), (-1.0,)) for i in range(len(ids)))
+    builder = assembler()
+    deltas = []
+    for start in range(0, len(ids), size):
+        some = output(start, ids[start : start + size])
+        deltas.append(builder.push(replace(some, logprobs=logprobs[start : start + size])))
+    builder.push(output(len(ids), [], FinishReason.LENGTH))
+    assert [entry for delta in deltas for entry in delta.logprobs] == list(logprobs)
+    answer = builder.completion()
+    assert answer.logprobs == logprobs
+    assert answer.text_offsets == tuple(o for delta in deltas for o in delta.text_offsets)
+    held = TOKENIZER.detokenizer()
+    lengths = [0]
+    for token in ids:
+        lengths.append(lengths[-1] + len(held.push((token,))))
+    assert answer.text_offsets == tuple(lengths[:-1])
 
 
 def test_the_end_flushes_held_bytes() -> None:

@@ -144,6 +144,54 @@ def test_the_openai_client_with_penalties_and_bias(server: RunningServer) -> Non
                 ids(**{field: value})
 
 
+def test_the_openai_client_with_logprobs(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        wish: dict[str, Any] = {
+            "model": "ouro-tiny",
+            "prompt": "Once upon a time",
+            "max_tokens": 12,
+            "temperature": 0.7,
+            "seed": 3,
+        }
+        plain = client.completions.create(**wish).choices[0]
+        assert plain.logprobs is None
+        whole = client.completions.create(logprobs=3, **wish).choices[0]
+        assert whole.text == plain.text
+        told = whole.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert told.text_offset is not None
+        assert told.top_logprobs is not None
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 12
+        entries = zip(
+            told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True
+        )
+        for token, value, top, offset in entries:
+            assert whole.text[offset : offset + len(token)] == token
+            assert 3 <= len(top) <= 4
+            assert top[token] == value <= 0.0
+        pieces = [
+            piece.choices[0].logprobs
+            for piece in client.completions.create(logprobs=3, stream=True, **wish)
+        ]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = [*chain(*(getattr(piece, name) for piece in pieces if piece))]
+            expected = getattr(told, name)
+            if name == "top_logprobs":
+                assert [set(top) for top in streamed] == [set(top) for top in expected]
+            else:
+                assert streamed == (
+                    pytest.approx(expected, abs=1e-4) if name == "token_logprobs" else expected
+                )
+        (none,) = client.completions.create(logprobs=0, **(wish | {"max_tokens": 1})).choices
+        assert none.logprobs is not None
+        assert none.logprobs.top_logprobs is not None
+        assert len(none.logprobs.top_logprobs[0]) == 1
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.completions.create(logprobs=21, **wish)
+
+
 def test_many_openai_clients_at_once(server: RunningServer) -> None:
     async def scene() -> None:
         async with openai.AsyncOpenAI(

@@ -30,6 +30,7 @@ from protocol.errors import (
 )
 from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
+from protocol.result import TokenLogprobs
 from protocol.sampling import SamplingParams
 from scheduler.output import RequestOutput
 from tests.plans import TIMEOUT
@@ -298,6 +299,10 @@ def test_waiting_outputs_of_one_request_are_merged() -> None:
             RequestOutput(key, 0, (5, 6, 7), (4, 2, 1), FinishReason.STOP, None),
             RequestOutput(other, 0, (1,), (4,), None, None),
         ]
+        told = TokenLogprobs(-1.0), TokenLogprobs(-2.0)
+        for index, entry in enumerate(told):
+            stream.put(RequestOutput(key, index, (5,), (4,), None, None, logprobs=(entry,)))
+        assert [output.logprobs for output in await stream.take()] == [told]
         assert len(stream) == 0
         stream.put(RequestOutput(other, 1, (2,), (4,), FinishReason.STOP, None))
         stream.end()

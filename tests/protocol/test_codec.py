@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.codec import FRAME_LIMIT, WIRE_VERSION, decode, encode
+from protocol.columns import pack_column
 from protocol.errors import ProtocolError
 from protocol.identity import RequestKey
 from protocol.lifecycle import Fault
 from protocol.plan import Admission, ExecutionPlan, RecurrentBatch
+from protocol.result import CodaResult, PlanResult, TokenLogprobs
 from protocol.rng import RngKey
 from tests.strategies import frames
 
@@ -98,6 +100,30 @@ def test_values_beyond_their_column_are_refused_when_encoding() -> None:
     batch = RecurrentBatch(KEYS[:1], (2**31,), (0,))
     with pytest.raises(ProtocolError, match="cannot encode"):
         encode(ExecutionPlan(1, 1, steps=(batch,)))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ((2,), (-0.5,), (1,), (-1.0,)),
+        ((1, -1), (), (1,), (-1.0,)),
+        ((1,), (-0.5,), (1,), (-1.0, -2.0)),
+        ((-1,), (-0.5,), (), ()),
+        ((1,), (float("nan"),), (1,), (-1.0,)),
+    ],
+)
+def test_logprobs_that_do_not_fit_their_rows_are_refused(
+    columns: tuple[tuple[float, ...], ...],
+) -> None:
+    told = TokenLogprobs(-0.5, (1,), (-1.0,))
+    coda = CodaResult((RequestKey("a", 1),), (0,), (5,), (told,))
+    good = encode(PlanResult(1, 1, (coda,), (), (0,)))
+    frame = msgpack.unpackb(good[1:], use_list=True)
+    assert bytes((WIRE_VERSION,)) + msgpack.packb(frame, use_bin_type=True) == good
+    packed = [pack_column(code, column) for code, column in zip("ifif", columns, strict=True)]
+    frame[4][0][-1] = packed
+    with pytest.raises(ProtocolError):
+        decode(bytes((WIRE_VERSION,)) + msgpack.packb(frame, use_bin_type=True))
 
 
 def test_an_id_is_written_once_a_frame() -> None:

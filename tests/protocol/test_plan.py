@@ -18,7 +18,13 @@ from protocol.plan import (
     Resume,
 )
 from protocol.profile import ModelProfile, WorkerProfile
-from protocol.result import CodaResult, PlanResult, PrefillResult, RecurrentResult
+from protocol.result import (
+    CodaResult,
+    PlanResult,
+    PrefillResult,
+    RecurrentResult,
+    TokenLogprobs,
+)
 from protocol.rng import MAX_SEED, Purpose, RngKey, philox_counter
 from protocol.snapshot import SnapshotHandle, SnapshotRoom
 
@@ -46,6 +52,13 @@ MODEL = ModelProfile("m", "f", 10, 20, 4, (), 1.0)
         lambda: Admission(A, (1,), ((0,),), RNG, 0.0, 1.0, -1, logit_bias=((-1, 0.5),)),
         lambda: Admission(A, (1,), ((0,),), RNG, 0.0, 1.0, -1, banned_ids=(-1,)),
         lambda: Admission(A, (1,), ((0,),), RNG, 0.0, 1.0, -1, min_tokens=-1),
+        lambda: Admission(A, (1,), ((0,),), RNG, 0.0, 1.0, -1, logprobs=-2),
+        lambda: Admission(A, (1,), ((0,),), RNG, 0.0, 1.0, -1, logprobs=21),
+        lambda: TokenLogprobs(float("nan")),
+        lambda: TokenLogprobs(0.0, (1,), (float("nan"),)),
+        lambda: TokenLogprobs(0.0, (1,), ()),
+        lambda: TokenLogprobs(0.0, (-1,), (0.0,)),
+        lambda: CodaResult((A,), (0,), (1,), (None, None)),
         lambda: Grant(A, ((-1,),)),
         lambda: Resume(A, ((-1,),)),
         lambda: Resume(A, ((0,), ())),

@@ -18,6 +18,7 @@ from protocol.result import (
     PreludeResult,
     RecurrentResult,
     StepResult,
+    TokenLogprobs,
 )
 from tests.scheduler.bench import EOS, Bench, fixed, make_model, make_profile, reasons, texts
 
@@ -262,3 +263,41 @@ def test_a_token_outside_the_vocabulary_costs_its_mate_nothing() -> None:
     assert texts(bench.outputs) == {"a": ([], []), "mate": ([5], [4])}
     bench.finish()
     assert texts(bench.outputs)["mate"] == ([5] * 4, [4] * 4)
+
+
+def test_logprobs_come_out_in_order_with_their_tokens() -> None:
+    bench = Bench()
+    bench.add("a", max_tokens=3, logprobs=2)
+    bench.add("mate", max_tokens=2)
+    outputs = bench.finish()
+    told = [entry for o in outputs if o.key.request_id == "a" for entry in o.logprobs]
+    assert told == [TokenLogprobs(-0.5, (0, 1), (-1.0, -2.0))] * 3
+    assert all(len(o.logprobs) == len(o.tokens) for o in outputs if o.key.request_id == "a")
+    assert all(o.logprobs == () for o in outputs if o.key.request_id == "mate")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (2, None),
+        (2, TokenLogprobs(-0.5, (1,), (-1.0,))),
+        (1, TokenLogprobs(-0.5, (64,), (-1.0,))),
+        (None, TokenLogprobs(-0.5)),
+    ],
+)
+def test_logprobs_other_than_asked_cost_their_request(
+    asked: int | None, told: TokenLogprobs | None
+) -> None:
+    bench = Bench()
+    bench.add("a", max_tokens=4, logprobs=asked)
+    bench.add("mate", max_tokens=4)
+    bench.step()
+    ((_, plan),) = bench.plan()
+    result = bench.run("lane-0", plan)
+    coda = result.steps[0]
+    assert isinstance(coda, CodaResult)
+    wrong = replace(coda, logprobs=(told, None))
+    outputs = bench.apply("lane-0", replace(result, steps=(wrong, *result.steps[1:])))
+    assert reasons(outputs) == {"a": FinishReason.ERROR}
+    assert bench.engine.stats().stale_rows == 1
+    assert texts(bench.finish())["mate"][0] == [1, 2, 3, 4]

@@ -96,3 +96,39 @@ def test_each_of_them_changes_what_comes_out(executor: LocalExecutor) -> None:
     (later,) = run(executor, [params(stop_token_ids=(plain[0],), min_tokens=5)])
     assert len(tokens_of(later)) > 5
     assert plain[0] not in tokens_of(later)[:5]
+
+
+def test_logprobs_of_a_long_run_equal_a_dense_log_softmax(
+    model: LoopedModel, executor: LocalExecutor
+) -> None:
+    asked = (0, None, 20, 3, 1, 7, None)
+    cases = [c.model_copy(update={"logprobs": k}) for c, k in zip(CASES, asked, strict=True)]
+    plain, together = run(executor, CASES), run(executor, cases)
+    for index, (case, outputs) in enumerate(zip(cases, together, strict=True)):
+        tokens = tokens_of(outputs)
+        assert tokens == tokens_of(plain[index])
+        told = [entry for output in outputs for entry in output.logprobs]
+        if case.logprobs is None:
+            assert told == []
+            continue
+        expected = reference_run(model, PROMPT[: 4 + index], case, seed=index).logprobs
+        assert len(told) == len(tokens) == len(expected)
+        for token, entry, dense in zip(tokens, told, expected, strict=True):
+            assert entry.logprob == pytest.approx(float(dense[token]), abs=1e-4)
+            assert len(entry.top_ids) == case.logprobs
+            top = dense[list(entry.top_ids)]
+            torch.testing.assert_close(
+                torch.tensor(entry.top_logprobs, dtype=torch.float64), top, atol=1e-4, rtol=0
+            )
+            best = dense.topk(case.logprobs).values
+            torch.testing.assert_close(top, best, atol=1e-4, rtol=0)
+
+
+def test_a_row_is_told_the_same_in_any_batch(executor: LocalExecutor) -> None:
+    case = params(logprobs=4, max_tokens=6, presence_penalty=0.5)
+    alone = run(executor, [case])[0]
+    with_others = run(executor, [case, params(logprobs=20), params()])[0]
+    flat, again = ([e for o in some for e in o.logprobs] for some in (alone, with_others))
+    assert [entry.top_ids for entry in flat] == [entry.top_ids for entry in again]
+    for one, other in zip(flat, again, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

@@ -52,7 +52,7 @@ def sample(
     greedy = logits.argmax(-1)
     if not any_random:
         return greedy
-    keys = _ordered_keys(logits)
+    keys = ordered_keys(logits)
     weights = _weights(logits, temperature)
     if any_top_k:
         weights = weights * (keys >= _top_k_threshold(keys, top_k))
@@ -66,7 +66,7 @@ def sample(
     return torch.where((temperature > 0) & (total > 0), drawn, greedy)
 
 
-def _ordered_keys(logits: Tensor) -> Tensor:
+def ordered_keys(logits: Tensor) -> Tensor:
     """int32 keys [N, V] in the order of the float32 logits; equal floats have equal keys.
 
     Positive floats already sort as their bit patterns; for negative ones the magnitude bits are
