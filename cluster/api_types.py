@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from cluster.api_logprobs import ChoiceLogprobs
+from cluster.stop_strings import checked_stop
+from protocol.errors import RequestError
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
-    "stop": (None,),
     "suffix": (None,),
 }
 """Fields of OpenAI's body that only take the values with which they do nothing."""
@@ -57,6 +58,7 @@ class CompletionRequest(_Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
+    stop: tuple[str, ...] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -75,7 +77,6 @@ class CompletionRequest(_Body):
     n: Any = None
     best_of: Any = None
     echo: Any = None
-    stop: Any = None
     suffix: Any = None
 
     @field_validator("prompt", mode="before")
@@ -97,6 +98,14 @@ class CompletionRequest(_Body):
         if not any(type(value) is type(neutral) and value == neutral for neutral in allowed):
             raise ValueError(f"not supported: leave it out or send {allowed[-1]!r}")
         return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_strings(cls, value: object) -> tuple[str, ...]:
+        try:
+            return checked_stop(value)
+        except RequestError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("logit_bias")
     @classmethod

@@ -154,6 +154,11 @@ class AsyncDriver:
         self._emit(self._engine.abort(request_id))
         self._woken.set()
 
+    def finish(self, request_id: str, at_output_index: int) -> None:
+        """End a request whose text is complete; its end is delivered at once."""
+        self._emit(self._engine.finish(request_id, at_output_index))
+        self._woken.set()
+
     async def close(self, timeout: float) -> None:  # noqa: ASYNC109 - clean-up is never cancelled
         """Stop the pump, end live requests with ERROR, shut every executor down; idempotent."""
         self._closing = True

@@ -42,6 +42,8 @@ class EngineHandle(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
+    async def finish(self, request_id: str, at_output_index: int) -> None: ...
+
     async def renew(self, consumer: str, serving: Collection[str]) -> None: ...
 
     def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]: ...
@@ -113,6 +115,16 @@ class EngineClient:
                 # The caller may be cancelled: the abort must outlive it. The lease stands behind
                 # it, should the call get lost.
                 self._spawn(self._abort(request_id))
+
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        """End a request whose text is complete; one that has ended is ignored.
+
+        Should the call get lost, closing the generator of the request ends it too.
+        """
+        try:
+            await answered(self._engine.finish(request_id, at_output_index))
+        except WorkerLostError:
+            logger.warning("the end of %s got lost; it is aborted", request_id)
 
     async def model(self, patience: float) -> ModelProfile:
         """The model that the engine serves, once it is up, at most `patience` seconds from now."""

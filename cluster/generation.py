@@ -6,11 +6,14 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.stop_strings import StopSearch
 from protocol.errors import ProtocolError
 from protocol.exit_rule import FinishReason
 from protocol.rng import MAX_SEED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.tokenizer import Tokenizer
     from protocol.result import TokenLogprobs
     from scheduler.output import RequestOutput
@@ -85,10 +88,21 @@ class Completion:
 
 
 class TextAssembler:
-    """Builds one answer. Owner: whoever asked for it. Mutated only by: push."""
+    """Builds one answer. Owner: whoever asked for it. Mutated only by: push.
+
+    The first of the `stop` strings in the text ends the answer before it (cluster/stop_strings.py).
+    The engine does not know: whoever pushes then tells it to finish at `stop_index`, and pushes
+    nothing more.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_tokens: int, max_loops: int, seed: int
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_tokens: int,
+        max_loops: int,
+        seed: int,
+        stop: tuple[str, ...] = (),
     ) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._prompt_tokens = prompt_tokens
@@ -100,12 +114,18 @@ class TextAssembler:
         self._logprobs: list[TokenLogprobs] = []
         self._text_offsets: list[int] = []
         self._length = 0
+        self._stop = StopSearch(stop)
         self._finish_reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
         """Whether the last output has come."""
         return self._finish_reason is not None
+
+    @property
+    def stop_index(self) -> int | None:
+        """The output index whose token completed a stop string; None while there is none."""
+        return len(self._token_ids) - 1 if self._stop.found else None
 
     def push(self, output: RequestOutput) -> TextDelta:
         """The text of the next output.
@@ -122,27 +142,38 @@ class TextAssembler:
             raise ProtocolError(
                 f"{output.key}: output {output.start_index} came, {len(self._token_ids)} is next"
             )
-        text, offsets = "", []
-        for token in output.tokens:
-            offsets.append(self._length + len(text))
-            text += self._detokenizer.push((token,))
-        if output.finish_reason is not None:
-            text += self._detokenizer.finish()
-        self._length += len(text)
-        self._text.append(text)
-        self._text_offsets.extend(offsets)
-        self._logprobs.extend(output.logprobs)
-        self._token_ids.extend(output.tokens)
-        self._exit_depths.extend(output.exit_depths)
-        self._finish_reason = output.finish_reason
-        return TextDelta(
-            text,
-            output.tokens,
-            output.exit_depths,
-            output.finish_reason,
-            output.logprobs,
-            tuple(offsets),
+        text, offsets = self._read(output.tokens)
+        reason, kept = output.finish_reason, len(offsets)
+        if reason is not None and not self._stop.found:
+            text += self._stop.push(self._detokenizer.finish())
+            text += self._stop.finish()
+        delta = TextDelta(
+            text=text,
+            token_ids=output.tokens[:kept],
+            exit_depths=output.exit_depths[:kept],
+            finish_reason=FinishReason.STOP if self._stop.found else reason,
+            logprobs=output.logprobs[:kept],
+            text_offsets=offsets,
         )
+        self._text.append(text)
+        self._token_ids.extend(delta.token_ids)
+        self._exit_depths.extend(delta.exit_depths)
+        self._logprobs.extend(delta.logprobs)
+        self._text_offsets.extend(offsets)
+        self._finish_reason = delta.finish_reason
+        return delta
+
+    def _read(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """The text of `tokens` up to a stop string, and where each that was read begins."""
+        text, offsets = "", []
+        for token in tokens:
+            offsets.append(self._length)
+            piece = self._detokenizer.push((token,))
+            self._length += len(piece)
+            text += self._stop.push(piece)
+            if self._stop.found:
+                break
+        return text, tuple(offsets)
 
     def completion(self) -> Completion:
         """The whole answer. Raises ProtocolError before its end."""

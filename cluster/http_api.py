@@ -91,6 +91,12 @@ class CompletionService(Protocol):
         before the first output when the request is not admitted.
         """
 
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        """End a request after an output that `generate` gave; one that has ended is ignored.
+
+        `request_id` stands in its outputs. Never fails: the generator is closed after it.
+        """
+
 
 def build_app(service: CompletionService) -> Starlette:
     """The ASGI application: /v1/completions, /v1/models and /health."""
@@ -237,12 +243,15 @@ class CompletionRoute:
             prompt_tokens=len(call.prompt),
             max_loops=self._service.max_loops,
             seed=call.seed,
+            stop=call.body.stop,
         )
         async with aclosing(self._service.generate(call.prompt, call.params)) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
                 if call.body.stream:
                     await reply.event(self._event(call, delta))
+                if assembler.stop_index is not None:
+                    await self._service.finish(output.key.request_id, assembler.stop_index)
                 if assembler.finished:
                     break
         completion = assembler.completion()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 from cluster.drivers import SyncDriver
 from cluster.generation import TextAssembler, resolve_seed
 from cluster.interrupts import interrupts_held
+from cluster.stop_strings import checked_stop
 from cluster.tokenizer import load_tokenizer
 from cluster.workers import open_workers
 from protocol.config import Configuration
@@ -107,16 +108,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
     ) -> list[Completion]:
         """The answers to all prompts, run together, in the order of the prompts.
 
         A prompt is a text or a list of token ids; a list of integers is one prompt. `params` is
-        one for all or one for each; None is greedy. Raises RequestError before anything runs when
+        one for all or one for each; None is greedy. Each answer ends before the first of the `stop`
+        strings in it. Raises RequestError before anything runs when
         a prompt or its parameters are wrong, LoopmeshError when a request fails; whatever ends the
         call early, also Ctrl-C, aborts the rest and leaves nothing behind.
         """
         batch = _as_batch(prompts)
-        with closing(self._run(batch, _one_each(params, len(batch)))) as run:
+        with closing(self._run(batch, _one_each(params, len(batch)), checked_stop(stop))) as run:
             while True:
                 try:
                     next(run)
@@ -125,13 +129,18 @@ class LLM:
                     return answers
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
     ) -> Generator[TextDelta, None, Completion]:
         """The answer to one prompt, as it grows; the generator's return value is all of it.
 
         Nothing runs before the first `next`. Closing the generator aborts the request.
         """
-        with closing(self._run([prompt], [params or SamplingParams()])) as run:
+        wishes = [params or SamplingParams()]
+        with closing(self._run([prompt], wishes, checked_stop(stop))) as run:
             while True:
                 try:
                     delta = next(run)
@@ -150,7 +159,10 @@ class LLM:
                 self._workers.close()
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        stop: tuple[str, ...],
     ) -> Generator[TextDelta, None, list[Completion]]:
         """Run a batch to its end, yielding every piece of text as it comes."""
         self._claim()
@@ -158,12 +170,17 @@ class LLM:
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    self._add(prompt, wish, assemblers)
+                    self._add(prompt, wish, stop, assemblers)
                 except LoopmeshError as error:
                     raise _with_index(error, index, len(prompts)) from error
             while not all(assembler.finished for assembler in assemblers.values()):
                 for output in self._step():
-                    yield assemblers[output.key.request_id].push(output)
+                    request_id = output.key.request_id
+                    assembler = assemblers[request_id]
+                    delta = assembler.push(output)
+                    if assembler.stop_index is not None:
+                        self._engine.finish(request_id, assembler.stop_index)
+                    yield delta
             return [assembler.completion() for assembler in assemblers.values()]
         finally:
             self._settle(assemblers)
@@ -176,7 +193,11 @@ class LLM:
         self._busy = True
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, assemblers: dict[str, TextAssembler]
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        assemblers: dict[str, TextAssembler],
     ) -> None:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         seed = resolve_seed(params.seed)
@@ -184,16 +205,15 @@ class LLM:
         max_loops = self._profile.model.max_loops
         # Known before it is added: an interrupt in between must not leave a request behind.
         assemblers[request_id] = TextAssembler(
-            self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed
+            self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed, stop=stop
         )
         self._engine.add(request_id, ids, params, seed)
 
     def _settle(self, assemblers: Mapping[str, TextAssembler]) -> None:
         """Abort what still runs and wait until the workers gave every block back."""
         try:
-            for request_id, assembler in assemblers.items():
-                if not assembler.finished:
-                    self._engine.abort(request_id)
+            for request_id in assemblers:
+                self._engine.abort(request_id)  # does nothing to one that has ended
             with interrupts_held():
                 self._driver.drain(self._configuration.cluster.shutdown_timeout)
         except BaseException:

@@ -50,15 +50,17 @@ class OutputStream:
 def merge(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one request as one.
 
-    Example: tokens 0..1 and token 2 with STOP -> tokens 0..2 with STOP.
+    Example: tokens 0..1 and token 2 with STOP -> tokens 0..2 with STOP; tokens 4..6 and an end at
+    5 -> token 4 with that end.
     """
+    kept = max(then.start_index - first.start_index, 0)
     return RequestOutput(
         key=first.key,
-        start_index=first.start_index,
-        tokens=first.tokens + then.tokens,
-        exit_depths=first.exit_depths + then.exit_depths,
+        start_index=min(first.start_index, then.start_index),
+        tokens=first.tokens[:kept] + then.tokens,
+        exit_depths=first.exit_depths[:kept] + then.exit_depths,
         finish_reason=then.finish_reason,
         error=then.error,
         worker_lost=then.worker_lost,
-        logprobs=first.logprobs + then.logprobs,
+        logprobs=first.logprobs[:kept] + then.logprobs,
     )

@@ -174,6 +174,11 @@ class SchedulerActor:
         if self._driver is not None:
             self._driver.abort(request_id)
 
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        """End a request whose text is complete after one of its outputs; see Engine.finish."""
+        if self._driver is not None:
+            self._driver.finish(request_id, at_output_index)
+
     async def renew(self, consumer: str, serving: Collection[str]) -> None:
         """Prolong a consumer's lease; its requests that are not in `serving` are aborted.
 

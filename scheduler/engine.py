@@ -173,6 +173,22 @@ class Engine:
             self._give_up(request, self._lanes[request.lane])
         return self._emit([end_of(request)], self._model())
 
+    def finish(self, request_id: str, at_output_index: int) -> list[RequestOutput]:
+        """End a request with STOP after one of its outputs, and drop those sampled since.
+
+        For an end that only the text tells. A request that is unknown, has ended or has no such
+        output is none. What its worker holds comes back as after an abort.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.is_live:
+            return []
+        if request.lane is None or not 0 <= at_output_index < len(request.tokens):
+            return []
+        request.truncate(at_output_index + 1)
+        request.end(Event.FINISH, FinishReason.STOP)
+        self._give_up(request, self._lanes[request.lane])
+        return self._emit([end_of(request)], self._model())
+
     def plan(self, now: float) -> list[tuple[str, ExecutionPlan]]:
         """Place waiting requests, then the next plan of each lane that has none in flight."""
         if any(lane.has_slot for lane in self._lanes.values()):
@@ -246,7 +262,7 @@ class Engine:
         return any(could_hold(lane, request.capacity_tokens) for lane in lanes)
 
     def _give_up(self, request: Request, lane: Lane) -> None:
-        """A placed request was aborted: release it now if its worker never heard of it."""
+        """A placed request has no use any more: release it now if its worker never heard of it."""
         self._ledger.forget(lane.name)
         lane.kv.forgo(request.key)
         if lane.holds_unsent(request):

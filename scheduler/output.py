@@ -20,7 +20,9 @@ class RequestOutput:
 
     `start_index` is the output index of `tokens[0]`; `exit_depths` has one 1-based entry a token.
     The outputs of a request follow each other without a gap, and exactly one of them, the last,
-    has a `finish_reason`. `error` is set if and only if that is ERROR; `worker_lost` says that the
+    has a `finish_reason`. Only the end of a request that was told to finish may start before the
+    end of the ones before it: what they held from its `start_index` on is not part of the answer.
+    `error` is set if and only if that is ERROR; `worker_lost` says that the
     request itself was fine and its worker went away, so that the same request may work again.
     `logprobs` has one entry a token, or none at all for a request that did not ask.
     """

@@ -138,6 +138,12 @@ class Request:
         self.exit_depths.append(self.loops_done)
         self.stage = Stage.PRELUDE
 
+    def truncate(self, num_outputs: int) -> None:
+        """Keep the first outputs alone: what was sampled since is not part of the answer."""
+        for column in (self.tokens, self.exit_depths, self.logprobs):
+            del column[num_outputs:]
+        self.later_loops = sum(self.exit_depths[1:])
+
     def embed(self) -> None:
         """The token at `position` is embedded and starts at depth 0."""
         self.loops_done = 0

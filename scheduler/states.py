@@ -37,7 +37,7 @@ class Event(Enum):
 
     PLACE     a lane has room and takes it
     PROMPT    the last prompt token is through every depth
-    FINISH    a stop token, or the last token allowed
+    FINISH    a stop token, the last token allowed, or an end that only its text told
     FAIL      the worker could not run it
     ABORT     its user gave it up
     RELEASED  its lane holds nothing of it any more

@@ -65,6 +65,7 @@ class PlayedService:
         self.started = asyncio.Event()
         self.go_on = asyncio.Event()
         self.closed = 0
+        self.finished: list[tuple[str, int]] = []
         self.calls: list[tuple[list[int], SamplingParams]] = []
         self.reason: str | None = None
         self._script = script
@@ -86,6 +87,9 @@ class PlayedService:
             yield output(len(self._script), (5,), FinishReason.LENGTH)
         finally:
             self.closed += 1
+
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        self.finished.append((request_id, at_output_index))
 
 
 class EngineService:
@@ -127,6 +131,9 @@ class EngineService:
                 self.driver.abort(request_id)
                 self.aborted.set()
             del self._queues[request_id]
+
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        self.driver.finish(request_id, at_output_index)
 
     async def rest(self) -> None:
         """Return once the engine has nothing left to do."""

@@ -300,6 +300,22 @@ def test_an_async_abort_is_delivered_at_once() -> None:
     drive(body, executors())
 
 
+def test_an_async_finish_is_delivered_at_once() -> None:
+    async def body(driver: AsyncDriver, recorder: Recorder) -> None:
+        driver.add("a", [1], SamplingParams(max_tokens=40), 7)
+        driver.add("b", [1], SamplingParams(max_tokens=4), 7)
+        await recorder.until_ended("b")
+        driver.finish("a", 1)
+        end = recorder.outputs[-1]
+        assert (end.key.request_id, end.start_index, end.tokens) == ("a", 2, ())
+        assert end.finish_reason is FinishReason.STOP
+        driver.finish("a", 1)
+        driver.finish("nobody", 0)
+        assert recorder.outputs[-1] is end
+
+    drive(body, executors())
+
+
 def test_an_async_lost_worker_costs_its_lane_alone() -> None:
     held = ScriptedExecutor(make_profile(), manual=True)
 

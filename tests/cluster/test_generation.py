@@ -19,8 +19,8 @@ TOKENIZER = load_tokenizer(resolve_model(ModelSettings()))
 EMOJI = TOKENIZER.encode("🎉")
 
 
-def assembler() -> TextAssembler:
-    return TextAssembler(TOKENIZER, prompt_tokens=5, max_loops=4, seed=11)
+def assembler(*stop: str) -> TextAssembler:
+    return TextAssembler(TOKENIZER, prompt_tokens=5, max_loops=4, seed=11, stop=stop)
 
 
 def output(
@@ -140,3 +140,53 @@ def test_a_given_seed_is_kept_and_a_missing_one_is_drawn() -> None:
     assert len(drawn) == 64
     assert all(0 <= seed <= MAX_SEED for seed in drawn)
     assert max(drawn) > 2**53
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_a_stop_string_ends_the_answer_before_it(size: int) -> None:
+    ids = TOKENIZER.encode("Hello there, my friend. And more after it.")
+    logprobs = tuple(TokenLogprobs(-float(i)) for i in range(len(ids)))
+    builder = assembler("xyz", "iend. A", "friend. And more")
+    deltas = []
+    for start in range(0, len(ids), size):
+        some = output(start, ids[start : start + size])
+        deltas.append(builder.push(replace(some, logprobs=logprobs[start : start + size])))
+        if builder.finished:
+            break
+        assert builder.stop_index is None
+    answer = builder.completion()
+    assert answer.text == "".join(delta.text for delta in deltas) == "Hello there, my fr"
+    assert answer.finish_reason is deltas[-1].finish_reason is FinishReason.STOP
+    held = TOKENIZER.detokenizer()
+    kept, text = 0, ""
+    while "iend. A" not in text:
+        text += held.push((ids[kept],))
+        kept += 1
+    assert builder.stop_index == kept - 1
+    assert answer.token_ids == tuple(ids[:kept])
+    assert len(answer.exit_depths) == len(answer.text_offsets) == kept
+    assert answer.logprobs == logprobs[:kept]
+    with pytest.raises(ProtocolError, match="after the end"):
+        builder.push(output(kept, [5]))
+
+
+def test_text_that_did_not_become_a_stop_string_comes_out_at_the_end() -> None:
+    ids = TOKENIZER.encode("the end")
+    builder = assembler("the end of it")
+    assert builder.push(output(0, ids)).text == ""
+    last = builder.push(output(len(ids), [], FinishReason.LENGTH))
+    assert (last.text, last.finish_reason) == ("the end", FinishReason.LENGTH)
+    assert builder.stop_index is None
+
+
+def test_a_stop_string_in_the_last_output_wins_over_its_end() -> None:
+    ids = TOKENIZER.encode("the end of it")
+    builder = assembler("end")
+    last = builder.push(output(0, ids, FinishReason.LENGTH))
+    assert (last.text, last.finish_reason) == ("the ", FinishReason.STOP)
+    assert len(last.token_ids) < len(ids)
+    flushed = assembler("\N{REPLACEMENT CHARACTER}")
+    flushed.push(output(0, EMOJI[:1]))
+    end = flushed.push(output(1, [], FinishReason.LENGTH))
+    assert (end.text, end.finish_reason) == ("", FinishReason.STOP)
+    assert flushed.completion().text == ""

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from cluster.http_api import build_app
+from protocol.exit_rule import FinishReason
 from tests.cluster.completion_services import (
     WAIT,
     PlayedService,
@@ -190,6 +191,38 @@ def test_the_openai_client_with_logprobs(server: RunningServer) -> None:
         assert len(none.logprobs.top_logprobs[0]) == 1
         with pytest.raises(openai.BadRequestError, match="logprobs"):
             client.completions.create(logprobs=21, **wish)
+
+
+def test_the_openai_client_with_stop_strings(server: RunningServer) -> None:
+    async def ends() -> tuple[int, int]:
+        await server.service.rest()
+        finished = server.service.engine.stats().finished
+        return finished.get(FinishReason.STOP, 0), finished.get(FinishReason.ABORT, 0)
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        wish: dict[str, Any] = {
+            "model": "ouro-tiny",
+            "prompt": "Once upon a time",
+            "max_tokens": 24,
+            "temperature": 0,
+        }
+        plain = client.completions.create(**wish).choices[0].text
+        middle = len(plain) // 2
+        stop = plain[middle : middle + 7]
+        stops, aborts = server.call(ends())
+        for value in (stop, [stop], ["never in it", stop]):
+            whole = client.completions.create(stop=value, **wish)
+            (choice,) = whole.choices
+            assert choice.text == plain[: plain.index(stop)]
+            assert choice.finish_reason == "stop"
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens < 24
+            pieces = list(client.completions.create(stop=value, stream=True, **wish))
+            assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+            assert pieces[-1].choices[0].finish_reason == "stop"
+        assert server.call(ends()) == (stops + 6, aborts)
+        with pytest.raises(openai.BadRequestError, match="stop"):
+            client.completions.create(stop=["a", "b", "c", "d", "e"], **wish)
 
 
 def test_many_openai_clients_at_once(server: RunningServer) -> None:

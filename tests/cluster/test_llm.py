@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -222,3 +223,23 @@ def test_ray_is_not_imported() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout == "[]\n"
+
+
+def test_stop_strings_end_each_answer_for_itself(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The sun was"]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = llm.generate(prompts, params)
+    middle = len(plain[0].text) // 2
+    stop = plain[0].text[middle : middle + 6]
+    before = llm.stats().finished.get(FinishReason.STOP, 0)
+    first, second = llm.generate(prompts, params, stop=[stop, "never in it"])
+    assert first.text == plain[0].text[: plain[0].text.index(stop)]
+    assert first.finish_reason is FinishReason.STOP
+    assert first.token_ids == plain[0].token_ids[: len(first.token_ids)]
+    assert len(first.token_ids) < 24
+    assert second == replace(plain[1], seed=second.seed)
+    assert llm.stats().finished[FinishReason.STOP] == before + 1
+    stream = llm.stream(prompts[0], params, stop=stop)
+    assert "".join(delta.text for delta in stream) == first.text
+    with pytest.raises(RequestError, match="stop string"):
+        llm.generate(prompts, params, stop="")

@@ -131,6 +131,34 @@ def test_closing_a_generation_early_aborts_it() -> None:
     asyncio.run(run())
 
 
+def test_a_request_is_finished_after_one_of_its_outputs() -> None:
+    async def run() -> None:
+        async with served() as (actor, client):
+            async with aclosing(client.generate(PROMPT, LONG)) as outputs:
+                request_id = (await anext(outputs)).key.request_id
+                await client.finish(request_id, 0)
+                await client.finish(request_id, 0)
+                rest = [output async for output in outputs]
+            assert (rest[-1].finish_reason, rest[-1].tokens) == (FinishReason.STOP, ())
+            await client.finish("nobody", 0)
+            await until(at_rest, actor)
+            finished = (await actor.stats()).finished
+            assert finished == {FinishReason.STOP: 1}
+
+    asyncio.run(run())
+
+
+def test_a_finish_that_gets_lost_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with engine() as actor:
+            cut_off = EngineClient(_NeverFinished(actor), CONFIGURATION.api.consumer_lease)
+            await cut_off.finish("a", 0)
+            await cut_off.close()
+
+    asyncio.run(run())
+    assert "the end of a got lost" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "named"),
     [
@@ -252,9 +280,21 @@ class _NeverRenewed:
     def __init__(self, actor: SchedulerActor) -> None:
         self.model, self.stats = actor.model, actor.stats
         self.submit, self.abort, self.outputs = actor.submit, actor.abort, actor.outputs
+        self.finish = actor.finish
 
     async def renew(self, consumer: str, serving: Collection[str]) -> None:
         raise ConnectionError(f"{consumer} with {len(serving)} requests is cut off")
+
+
+class _NeverFinished:
+    """A SchedulerActor that cannot be told to finish a request."""
+
+    def __init__(self, actor: SchedulerActor) -> None:
+        self.model, self.stats, self.renew = actor.model, actor.stats, actor.renew
+        self.submit, self.abort, self.outputs = actor.submit, actor.abort, actor.outputs
+
+    async def finish(self, request_id: str, at_output_index: int) -> None:
+        raise ConnectionError(f"{request_id} after {at_output_index} is cut off")
 
 
 def test_streams_end_with_the_engine() -> None:
@@ -303,6 +343,17 @@ def test_waiting_outputs_of_one_request_are_merged() -> None:
         for index, entry in enumerate(told):
             stream.put(RequestOutput(key, index, (5,), (4,), None, None, logprobs=(entry,)))
         assert [output.logprobs for output in await stream.take()] == [told]
+        # An end that cuts off what waits, and one that cuts off what was taken already.
+        stream.put(
+            RequestOutput(key, 2, (5, 6, 7), (4, 2, 1), None, None, logprobs=(*told, told[0]))
+        )
+        stream.put(RequestOutput(other, 1, (2,), (4,), None, None))
+        stream.put(RequestOutput(key, 3, (), (), FinishReason.STOP, None))
+        stream.put(RequestOutput(other, 0, (), (), FinishReason.STOP, None))
+        assert await stream.take() == [
+            RequestOutput(key, 2, (5,), (4,), FinishReason.STOP, None, logprobs=told[:1]),
+            RequestOutput(other, 0, (), (), FinishReason.STOP, None),
+        ]
         assert len(stream) == 0
         stream.put(RequestOutput(other, 1, (2,), (4,), FinishReason.STOP, None))
         stream.end()

@@ -84,6 +84,26 @@ def test_a_request_passes_all_stages_with_typed_results(sender: PlanSender) -> N
     assert (then.epoch, then.seq, len(then.device_us)) == (sender.executor.epoch, sender.seq, 4)
 
 
+def test_log_probabilities_come_for_those_who_asked(sender: PlanSender) -> None:
+    profile = sender.executor.profile()
+    asked = replace(admission(A, PROMPT, block_table(profile, 8)), logprobs=3)
+    plain = admission(B, PROMPT, block_table(profile, 8, first=8))
+    both = CodaBatch((A, B), (4, 4), (4, 4), (0, 0))
+    coda_of_both = sender.run(prefill(A, 0, 5), prefill(B, 0, 5), both, admits=(asked, plain))
+    sampled = coda_of_both.steps[2]
+    assert isinstance(sampled, CodaResult)
+    told, nothing = sampled.logprobs
+    assert nothing is None
+    assert told is not None
+    assert len(set(told.top_ids)) == 3
+    assert list(told.top_logprobs) == sorted(told.top_logprobs, reverse=True)
+    assert told.logprob <= 0.0
+    sender.run(releases=(A,))
+    none = sender.run(prelude(B, 5), recurrent(B, 5, 0), coda(B, 5, 1, 1)).steps[2]
+    assert isinstance(none, CodaResult)
+    assert none.logprobs == ()
+
+
 @pytest.mark.parametrize("banned", [False, True])
 def test_a_token_that_the_model_does_not_have_fails_its_request_alone(
     sender: PlanSender, banned: bool

@@ -16,13 +16,13 @@ from protocol.exit_rule import FinishReason, exits, round_to_float32, survival_b
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor, scripted_hazard, scripted_token
 from scheduler.engine import Engine
+from scheduler.output import RequestOutput
 from tests.scheduler.bench import make_model, make_profile
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
     from protocol.plan import BlockTable
     from protocol.result import PlanResult, StepResult
-    from scheduler.output import RequestOutput
 
 MODEL = make_model()
 PROFILES = {
@@ -160,6 +160,22 @@ class EngineMachine(RuleBasedStateMachine):
         outputs = self.engine.abort(request_id)
         self.see(outputs)
         assert [output.key for output in outputs] == live
+
+    def speaking(self) -> list[Life]:
+        """The live requests that have given an output."""
+        return [life for life in self.lives.values() if life.count and not life.reason]
+
+    @precondition(lambda self: self.speaking())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        life = data.draw(st.sampled_from(self.speaking()))
+        request_id = life.key.request_id
+        assert self.engine.finish(request_id, life.count) == []
+        index = data.draw(st.integers(0, life.count - 1))
+        end = RequestOutput(life.key, index + 1, (), (), FinishReason.STOP, None)
+        assert self.engine.finish(request_id, index) == [end]
+        assert self.engine.finish(request_id, index) == []
+        life.reason = FinishReason.STOP
 
     @rule()
     def plan(self) -> None:
