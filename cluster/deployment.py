@@ -62,10 +62,17 @@ class ServeEngine:
         return stats
 
     async def submit(
-        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+        self,
+        consumer: str,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        tenant: str = "",
     ) -> Refusal | None:
         refusal: Refusal | None = await self._handle.submit.remote(
-            consumer, request_id, prompt, params, seed
+            consumer, request_id, prompt, params, seed, tenant=tenant
         )
         return refusal
 

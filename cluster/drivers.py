@@ -139,11 +139,17 @@ class AsyncDriver:
         )
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        tenant: str = "",
     ) -> RequestKey:
         """Queue a request; raises as Engine.add does."""
         was_idle = not self._engine.has_work()
-        key = self._engine.add(request_id, prompt, params, seed)
+        key = self._engine.add(request_id, prompt, params, seed, tenant=tenant)
         if was_idle:
             self._busy_since = time.monotonic()
         self._woken.set()

@@ -37,7 +37,14 @@ class EngineHandle(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def submit(
-        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+        self,
+        consumer: str,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        tenant: str = "",
     ) -> Refusal | None: ...
 
     async def abort(self, request_id: str) -> None: ...
@@ -79,9 +86,9 @@ class EngineClient:
         return tuple(self._queues)
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, *, tenant: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; closing the generator early aborts it.
+        """Run one request of a tenant; closing the generator early aborts it.
 
         Raises RequestError, CapacityError or OverloadedError before the first output when the
         engine does not take it, WorkerLostError when the engine itself is gone.
@@ -96,7 +103,12 @@ class EngineClient:
         try:
             refusal = await answered(
                 self._engine.submit(
-                    self._name, request_id, prompt, params, resolve_seed(params.seed)
+                    self._name,
+                    request_id,
+                    prompt,
+                    params,
+                    resolve_seed(params.seed),
+                    tenant=tenant,
                 )
             )
             if refusal is not None:

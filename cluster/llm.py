@@ -110,17 +110,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        tenant: str = "",
     ) -> list[Completion]:
         """The answers to all prompts, run together, in the order of the prompts.
 
         A prompt is a text or a list of token ids; a list of integers is one prompt. `params` is
         one for all or one for each; None is greedy. Each answer ends before the first of the `stop`
-        strings in it. Raises RequestError before anything runs when
+        strings in it. Prompts of one `tenant` share the KV of what they start with. Raises
+        RequestError before anything runs when
         a prompt or its parameters are wrong, LoopmeshError when a request fails; whatever ends the
         call early, also Ctrl-C, aborts the rest and leaves nothing behind.
         """
         batch = _as_batch(prompts)
-        with closing(self._run(batch, _one_each(params, len(batch)), checked_stop(stop))) as run:
+        wishes = _one_each(params, len(batch))
+        with closing(self._run(batch, wishes, checked_stop(stop), tenant)) as run:
             while True:
                 try:
                     next(run)
@@ -134,13 +137,14 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        tenant: str = "",
     ) -> Generator[TextDelta, None, Completion]:
         """The answer to one prompt, as it grows; the generator's return value is all of it.
 
         Nothing runs before the first `next`. Closing the generator aborts the request.
         """
         wishes = [params or SamplingParams()]
-        with closing(self._run([prompt], wishes, checked_stop(stop))) as run:
+        with closing(self._run([prompt], wishes, checked_stop(stop), tenant)) as run:
             while True:
                 try:
                     delta = next(run)
@@ -163,6 +167,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         stop: tuple[str, ...],
+        tenant: str,
     ) -> Generator[TextDelta, None, list[Completion]]:
         """Run a batch to its end, yielding every piece of text as it comes."""
         self._claim()
@@ -170,7 +175,7 @@ class LLM:
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    self._add(prompt, wish, stop, assemblers)
+                    self._add(prompt, wish, stop, tenant, assemblers)
                 except LoopmeshError as error:
                     raise _with_index(error, index, len(prompts)) from error
             while not all(assembler.finished for assembler in assemblers.values()):
@@ -197,6 +202,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams,
         stop: tuple[str, ...],
+        tenant: str,
         assemblers: dict[str, TextAssembler],
     ) -> None:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -207,7 +213,7 @@ class LLM:
         assemblers[request_id] = TextAssembler(
             self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed, stop=stop
         )
-        self._engine.add(request_id, ids, params, seed)
+        self._engine.add(request_id, ids, params, seed, tenant=tenant)
 
     def _settle(self, assemblers: Mapping[str, TextAssembler]) -> None:
         """Abort what still runs and wait until the workers gave every block back."""

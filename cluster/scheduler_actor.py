@@ -155,14 +155,21 @@ class SchedulerActor:
         return dict(self._workers.pids) if self._workers is not None else {}
 
     async def submit(
-        self, consumer: str, request_id: str, prompt: list[int], params: SamplingParams, seed: int
+        self,
+        consumer: str,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        tenant: str = "",
     ) -> Refusal | None:
         """Take a request whose outputs go to `consumer`; a Refusal says why it was not taken."""
         try:
             holder = self._consumers.get(consumer)
             if holder is None or self._driver is None:
                 raise WorkerLostError("the engine has just started and is not ready; try again")
-            self._driver.add(request_id, prompt, params, seed)
+            self._driver.add(request_id, prompt, params, seed, tenant=tenant)
         except LoopmeshError as error:
             return Refusal(type(error).__name__, str(error))
         holder.requests[request_id] = self._now()

@@ -186,6 +186,7 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
             float(item.top_p),
             item.top_k,
             pack_adjustments(item),
+            item.prefilled,
         )
         for item in plan.admits
     ]
@@ -231,6 +232,7 @@ def _decode_admission(
     top_p: float,
     top_k: int,
     adjustments: Packed,
+    prefilled: int,
 ) -> Admission:
     return Admission(
         key=table[read_index(key, table)],
@@ -241,6 +243,7 @@ def _decode_admission(
         top_p=read_float(top_p),
         top_k=read_int(top_k),
         **unpack_adjustments(adjustments),
+        prefilled=read_int(prefilled),
     )
 
 

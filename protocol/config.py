@@ -108,6 +108,11 @@ class SchedulerSettings(Settings):
     `exit_policy` "ouro" lets a token leave after the loop whose gate reaches its threshold,
     "ouro_delayed" one loop later. `placement` chooses among the lanes with room: the one that owes
     the fewest loops, the one with the fewest requests, or each in turn.
+
+    `prefix_caching` keeps the KV of prompts, so that a later prompt of the same tenant that starts
+    alike starts further on; only in the layout "last_exited". `affinity_window` is how many loops
+    of debt a worker may carry above the least loaded one and still be preferred for what it has
+    cached, whatever the placement.
     """
 
     prefill_chunk_size: Count = 128
@@ -124,6 +129,8 @@ class SchedulerSettings(Settings):
     max_step_tokens: Count | None = None
     exit_policy: ExitPolicyName = "ouro"
     placement: PlacementName = "loop_debt"
+    prefix_caching: Annotated[bool, Field(strict=True)] = True
+    affinity_window: Annotated[int, Field(strict=True, ge=0)] = 256
 
 
 class ClusterSettings(Settings):

@@ -52,7 +52,9 @@ class Admission:
     `prompt` all prompt token ids; `tables` the blocks granted so far, the same number in every
     plane; `top_k` -1 keeps every token. `logit_bias` has (token id, bias) pairs; the `banned_ids`
     are not sampled among the first `min_tokens` outputs. `logprobs` is how many alternatives are
-    told beside each token's log probability.
+    told beside each token's log probability. `prefilled` counts the prompt tokens whose KV is in
+    the first of these blocks already, at every depth: prefill starts there, and nothing writes
+    before it.
     """
 
     key: RequestKey
@@ -69,12 +71,13 @@ class Admission:
     min_tokens: int = 0
     banned_ids: tuple[int, ...] = ()
     logprobs: int = NO_LOGPROBS
+    prefilled: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"admission of {self.key}: the prompt is empty")
         biased = tuple(token for token, _ in self.logit_bias)
-        columns = (self.prompt, biased, self.banned_ids, (self.min_tokens,))
+        columns = (self.prompt, biased, self.banned_ids, (self.min_tokens, self.prefilled))
         require_non_negative(f"admission of {self.key}", *columns, *self.tables)
         if self.repetition_penalty <= 0.0:
             raise ValueError(f"admission of {self.key}: a repetition penalty is above 0")

@@ -37,6 +37,18 @@ class RowProgress:
     outputs: int = 0
     sampled: bool = False
 
+    @classmethod
+    def begin(cls, admission: Admission, max_loops: int) -> Self:
+        """A request that is admitted, without its blocks; what they hold is as good as prefilled.
+
+        Raises ProtocolError unless the last prompt token is left: its hidden state, which is not
+        KV, is what CODA samples from.
+        """
+        length, prefilled = len(admission.prompt), admission.prefilled
+        progress = cls(admission.key, length, max_loops, prefilled=prefilled)
+        progress._require(prefilled < length, f"{prefilled} of {length} tokens are prefilled")
+        return progress
+
     @property
     def written(self) -> int:
         """Tokens [0, written) have KV: every plane's, or for the one in work that of its loops."""

@@ -176,7 +176,7 @@ class ScriptedWorker:
         if item.key in self._snapshots:
             raise ProtocolError(f"request {item.key} is suspended: it cannot be admitted again")
         check_vocabulary(item, self._profile.model.vocab_size)
-        progress = RowProgress(item.key, len(item.prompt), self._profile.model.max_loops)
+        progress = RowProgress.begin(item, self._profile.model.max_loops)
         self._place(_Slot(progress, item.logprobs), item)
 
     def _suspend(self, key: RequestKey, answers: _Answers) -> None:

@@ -26,6 +26,12 @@ def check_request_id(request_id: object) -> None:
         )
 
 
+def check_tenant(tenant: object) -> None:
+    """Raise RequestError unless the tenant is a text; the empty one is the tenant of all others."""
+    if type(tenant) is not str:
+        raise RequestError(f"tenant {tenant!r:.80} is not a text")
+
+
 def checked_prompt(prompt: Sequence[int], model: ModelProfile) -> tuple[int, ...]:
     """The prompt's token ids. Raises RequestError unless each is an int of the vocabulary."""
     try:

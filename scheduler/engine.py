@@ -21,13 +21,14 @@ from scheduler.admission import (
     check_params,
     check_request_id,
     check_room,
+    check_tenant,
     checked_prompt,
     could_hold,
 )
 from scheduler.applier import ResultApplier
 from scheduler.lane import Lane
 from scheduler.output import end_of
-from scheduler.placement import LoadLedger, placement_policy
+from scheduler.placement import LoadLedger, placement_policy, with_affinity
 from scheduler.queues import WaitingQueue
 from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
@@ -127,10 +128,17 @@ class Engine:
         return self._emit([end_of(request) for request in ended], closed.profile.model)
 
     def add(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, seed: int
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        tenant: str = "",
     ) -> RequestKey:
         """Queue a request; the key names this life of its id.
 
+        Prompts of one `tenant` share what they start with; of others nothing can be told.
         Raises RequestError for a request that is wrong in itself, CapacityError for one that no
         worker could hold, DuplicateRequestError while the id is in use, OverloadedError when the
         queue is full, WorkerLostError without a lane. A refused request leaves no trace.
@@ -143,6 +151,7 @@ class Engine:
             )
         tokens = checked_prompt(prompt, model)
         check_params(params, seed, model)
+        check_tenant(tenant)
         check_room(len(tokens), params, model, self._lanes.values())
         if len(self._waiting) >= self._settings.max_waiting:
             raise OverloadedError(
@@ -150,7 +159,7 @@ class Engine:
             )
         self._generation += 1
         key = RequestKey(request_id, self._generation)
-        request = Request.create(key, tokens, params, model, self._settings.exit_policy)
+        request = Request.create(key, tokens, params, model, self._settings.exit_policy, tenant)
         self._rng.acquire(request_id, seed)
         self._requests[request_id] = request
         self._waiting.add(request)
@@ -210,6 +219,7 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 source.kv.forgo(output.key)
+        source.cache_prompts(plan, outputs)
         for key in plan.releases:
             request = source.requests[key]
             source.release(request)
@@ -239,6 +249,10 @@ class Engine:
             discarded_rows=self._totals.discarded_rows,
             last_applied=self._last_applied,
             lanes=lanes,
+            prefix_queries=self._totals.prefix_queries,
+            prefix_hit_tokens=self._totals.prefix_hit_tokens,
+            cached_blocks=sum(lane.kv.cached_blocks for lane in lanes),
+            evicted_blocks=sum(lane.kv.evicted_blocks for lane in lanes),
         )
 
     def _model(self) -> ModelProfile:
@@ -248,13 +262,16 @@ class Engine:
 
     def _try_place(self, request: Request) -> bool:
         """Give a waiting request to a lane, if one has room for it now."""
-        tokens = request.capacity_tokens
-        lanes = [lane for lane in self._lanes.values() if lane.has_room(tokens)]
-        if not lanes:
+        costs = ((lane, lane.room_for(request)) for lane in self._lanes.values())
+        rooms = [(lane, cost) for lane, cost in costs if cost is not None]
+        if not rooms:
             return False
-        lane = self._placement.choose(lanes)
+        window = self._settings.affinity_window
+        lane = self._placement.choose(with_affinity(rooms, self._ledger, window))
         lane.admit(request, self._rng.key(request.key.request_id))
         self._ledger.place(request, lane.name)
+        self._totals.prefix_queries += lane.caches_prompts
+        self._totals.prefix_hit_tokens += request.prefilled
         return True
 
     def _could_run(self, request: Request) -> bool:

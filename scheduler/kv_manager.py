@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import OverloadedError
 from scheduler.block_pool import BlockPool
+from scheduler.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
@@ -16,86 +17,140 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVCost:
-    """What a number of tokens costs: `blocks_per_plane` blocks in each of `planes` planes."""
+    """What a number of tokens costs: `blocks_per_plane` blocks in each of `planes` planes.
+
+    The first `cached` of them are in the prefix cache, under the first of `digests`, which are
+    those of the whole prompt.
+    """
 
     planes: int
     blocks_per_plane: int
+    cached: int = 0
+    digests: tuple[bytes, ...] = ()
 
     @property
     def blocks(self) -> int:
         """Blocks over all planes."""
         return self.planes * self.blocks_per_plane
 
+    @property
+    def new_blocks(self) -> int:
+        """Blocks over all planes that are not cached."""
+        return self.planes * (self.blocks_per_plane - self.cached)
+
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
     """Blocks of one lane, over all planes, and the requests that hold some.
 
-    Of the free blocks, `promised_blocks` are kept for live requests that will grow into them.
+    `free_blocks` counts cached ones that no request holds, since a claim evicts them; of the free
+    blocks, `promised_blocks` are kept for live requests that will grow into them. `cached_blocks`
+    are all that the prefix cache has, `evicted_blocks` all that it gave up for room
+    since the lane was opened.
     """
 
     total_blocks: int
     free_blocks: int
     tables: int
     promised_blocks: int = 0
+    cached_blocks: int = 0
+    evicted_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one request holds. Owner: KVManager, which alone mutates it.
+
+    The first `published` columns of the table came from the cache or went into it, under the first
+    of `digests`.
+    """
+
+    table: BlockTable
+    digests: tuple[bytes, ...]
+    published: int
+
+    def column(self, index: int) -> tuple[int, ...]:
+        return tuple(plane[index] for plane in self.table)
 
 
 class KVManager:
     """Block tables of one lane's requests. Owner: Lane.
 
-    Mutated only by: commit, grow, forgo and release. Layout LAST_EXITED: one plane a depth. What a
-    request may ever need is either in its table or promised to it, so that it never stops for lack
-    of a block; there are never fewer free blocks than promised ones.
+    Mutated only by: commit, grow, forgo, publish, distrust and release. What a request may ever
+    need is either in its table or promised to it, so that it never stops for lack of a block; there
+    are never fewer free blocks than promised ones. Full-depth prompt blocks are shared once they
+    are complete, and nobody writes to them again.
     """
 
     def __init__(self, profile: WorkerProfile) -> None:
         self._planes = profile.planes
         self._block_size = profile.block_size
         self._pool = BlockPool(profile.num_blocks)
-        self._tables: dict[RequestKey, BlockTable] = {}
+        self._cache = PrefixCache()
+        self._held: dict[RequestKey, _Holding] = {}
+        self._evicted_blocks = 0
         self._promises: dict[RequestKey, int] = {}
         self._promised = 0
 
     def __repr__(self) -> str:
-        return (
-            f"<KVManager {len(self._tables)} tables, "
-            f"{self._pool.free_count}/{self._pool.total} blocks free>"
-        )
+        free = f"{self.free_blocks}/{self.total_blocks} blocks free"
+        return f"<KVManager {len(self._held)} tables, {free}>"
 
     @property
     def total_blocks(self) -> int:
         """Blocks of the lane, free or not."""
         return self._pool.total
 
-    def cost(self, num_tokens: int) -> KVCost:
-        """What `num_tokens` tokens would cost; reserves nothing.
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds, cached or not."""
+        return self._pool.free_count + self._planes * self._cache.idle_count
+
+    def cost(self, num_tokens: int, digests: tuple[bytes, ...] = ()) -> KVCost:
+        """What `num_tokens` tokens would cost, whose prompt has `digests`; changes nothing.
 
         Example: 17 tokens, block size 16, 4 planes -> 2 blocks a plane, 8 in all.
         """
-        return KVCost(self._planes, -(-num_tokens // self._block_size))
+        blocks_per_plane = -(-num_tokens // self._block_size)
+        return KVCost(self._planes, blocks_per_plane, self._cache.match(digests), digests)
 
     def fits(self, cost: KVCost, headroom: int = 0) -> bool:
-        """Whether commit would succeed now and leave `headroom` blocks free."""
-        return cost.blocks + headroom <= self._pool.free_count - self._promised
+        """Whether commit would succeed now and leave `headroom` blocks free.
+
+        Cached blocks that no request holds are free, and charged like new ones.
+
+        Example: 8 free, 4 of them cached; 12 needed, those 4 among them -> 8 + 4 = 12 do not fit.
+        """
+        idle = self._cache.idle_within(cost.digests, cost.cached)
+        needed = cost.new_blocks + self._planes * idle
+        return needed + headroom <= self.free_blocks - self._promised
 
     def commit(self, key: RequestKey, cost: KVCost, first: KVCost | None = None) -> BlockTable:
         """Reserve the blocks of `cost` for `key`; the table is [planes][blocks_per_plane].
 
-        With `first`, only its blocks are taken now, and the others promised. Raises OverloadedError
-        when they are not free and ValueError for a key that has a table; either changes nothing.
+        With `first`, only its blocks, the cached ones among them, are taken now, and the others
+        promised. Raises OverloadedError when they are not free, ValueError for a key that has a
+        table and for a cost whose cached blocks are gone; each changes nothing, and evicts nothing.
 
         Example: 8 blocks free, cost 8, first 4 -> a table of 4; 4 are free, and promised.
         """
-        if key in self._tables:
+        if key in self._held:
             raise ValueError(f"request {key} already has a block table")
+        if self._cache.match(cost.digests) < cost.cached:
+            raise ValueError(f"cached blocks of {key} are gone: ask for the cost again")
         if not self.fits(cost):
             raise OverloadedError(
-                f"request {key}: {cost.blocks} blocks needed, {self._pool.free_count} of "
-                f"{self._pool.total} free and {self._promised} of them promised: "
+                f"request {key}: {cost.blocks} blocks needed, {self.free_blocks} of "
+                f"{self.total_blocks} free and {self._promised} of them promised: "
                 "wait until requests end"
             )
         taken = first or cost
-        self._tables[key] = table = self._claim(taken)
+        shared = [self._take(digest) for digest in cost.digests[: cost.cached]]
+        new = self._claim(taken.blocks_per_plane - cost.cached)
+        table = tuple(
+            (*(column[plane] for column in shared), *blocks) for plane, blocks in enumerate(new)
+        )
+        self._held[key] = _Holding(table, cost.digests, cost.cached)
         if promise := cost.blocks - taken.blocks:
             self._promises[key] = promise
             self._promised += promise
@@ -106,12 +161,12 @@ class KVManager:
 
         The new blocks alone, to be appended to each plane; None when the table is long enough.
         """
-        table = self._tables[key]
-        missing = -(-num_tokens // self._block_size) - len(table[0])
+        held = self._held[key]
+        missing = -(-num_tokens // self._block_size) - len(held.table[0])
         if missing <= 0:
             return None
-        more = self._claim(KVCost(self._planes, missing))
-        self._tables[key] = tuple(old + new for old, new in zip(table, more, strict=True))
+        more = self._claim(missing)
+        held.table = tuple(old + new for old, new in zip(held.table, more, strict=True))
         self._promises[key] -= missing * self._planes
         self._promised -= missing * self._planes
         return more
@@ -122,19 +177,71 @@ class KVManager:
 
     def table(self, key: RequestKey) -> BlockTable:
         """The blocks that a request holds, [planes][blocks]."""
-        return self._tables[key]
+        return self._held[key].table
+
+    def publish(self, key: RequestKey, num_tokens: int) -> None:
+        """Cache a request's complete blocks, whose first `num_tokens` prompt tokens have full KV.
+
+        What is cached already stays as it is, and then the request's own next blocks are not
+        cached: their parent would be a block that it does not hold.
+        """
+        held = self._held[key]
+        complete = min(num_tokens // self._block_size, len(held.digests))
+        while held.published < complete and self._may_publish(held):
+            index = held.published
+            parent = held.digests[index - 1] if index else None
+            self._pool.share(held.column(index))
+            self._cache.add(held.digests[index], parent, held.column(index))
+            held.published += 1
+
+    def distrust(self, key: RequestKey) -> None:
+        """Forget the cached blocks that a failed request has read or written, and all after them.
+
+        Its KV may be what it failed of, and every later request would read the same bytes again.
+        """
+        held = self._held[key]
+        if held.published:
+            for blocks in self._cache.drop(held.digests[0]):
+                self._pool.free(blocks)
 
     def release(self, key: RequestKey) -> None:
-        """Return all blocks of a request to the pool."""
+        """Return a request's blocks, last first; those that are cached stay until evicted."""
         self.forgo(key)
-        table = self._tables.pop(key)
-        self._pool.free(block for plane in table for block in plane)
+        held = self._held.pop(key)
+        self._pool.free(block for plane in held.table for block in plane)
+        for digest in reversed(held.digests[: held.published]):
+            blocks = self._cache.blocks(digest)
+            if blocks is not None and self._pool.references(blocks[0]) == 1:
+                self._cache.rest(digest)
 
     def stats(self) -> KVStats:
         """Blocks and tables now."""
-        return KVStats(self._pool.total, self._pool.free_count, len(self._tables), self._promised)
+        return KVStats(
+            total_blocks=self.total_blocks,
+            free_blocks=self.free_blocks,
+            tables=len(self._held),
+            promised_blocks=self._promised,
+            cached_blocks=self._planes * len(self._cache),
+            evicted_blocks=self._evicted_blocks,
+        )
 
-    def _claim(self, cost: KVCost) -> BlockTable:
-        blocks = self._pool.claim(cost.blocks)
-        width = cost.blocks_per_plane
-        return tuple(blocks[plane * width : (plane + 1) * width] for plane in range(cost.planes))
+    def _may_publish(self, held: _Holding) -> bool:
+        index = held.published
+        if self._cache.blocks(held.digests[index]) is not None:
+            return False
+        return not index or self._cache.blocks(held.digests[index - 1]) == held.column(index - 1)
+
+    def _take(self, digest: bytes) -> tuple[int, ...]:
+        """One more request holds a cached entry's blocks."""
+        blocks = self._cache.hold(digest)
+        self._pool.share(blocks)
+        return blocks
+
+    def _claim(self, width: int) -> BlockTable:
+        """`width` blocks in each plane, after evicting as many as that takes."""
+        count = self._planes * width
+        while self._pool.free_count < count:
+            self._pool.free(self._cache.evict())
+            self._evicted_blocks += self._planes
+        blocks = self._pool.claim(count)
+        return tuple(blocks[plane * width : (plane + 1) * width] for plane in range(self._planes))

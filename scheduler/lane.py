@@ -5,7 +5,8 @@ from __future__ import annotations
 from operator import add
 from typing import TYPE_CHECKING
 
-from protocol.exit_rule import ending_ids
+from protocol.exit_rule import FinishReason, ending_ids
+from protocol.layout import Layout
 from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
+    from scheduler.kv_manager import KVCost
+    from scheduler.output import RequestOutput
     from scheduler.request import Request
 
 
@@ -40,6 +43,7 @@ class Lane:
         self.profile = profile
         self.kv = KVManager(profile)
         self.requests: dict[RequestKey, Request] = {}
+        self.caches_prompts = settings.prefix_caching and profile.layout is Layout.LAST_EXITED
         self._limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         self._num_slots = min(
@@ -70,26 +74,36 @@ class Lane:
         """Whether one more request could be on the lane, had it the blocks."""
         return len(self.requests) < self._num_slots
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a slot, and blocks for `num_tokens` tokens beside the watermark, are free now.
+    def cost(self, request: Request) -> KVCost:
+        """What the request would cost here, and how much of its prompt is cached."""
+        cached = self.caches_prompts
+        digests = request.digests.of(self.profile.block_size) if cached else ()
+        return self.kv.cost(request.capacity_tokens, digests)
+
+    def room_for(self, request: Request) -> KVCost | None:
+        """Its cost, if a slot, and the blocks beside the watermark, are free now.
 
         An idle lane has no watermark, so that its largest request can start at all.
         """
-        headroom = self._watermark if self.requests else 0
-        return self.has_slot and self.kv.fits(self.kv.cost(num_tokens), headroom)
+        if not self.has_slot:
+            return None
+        cost = self.cost(request)
+        return cost if self.kv.fits(cost, self._watermark if self.requests else 0) else None
 
     def admit(self, request: Request, rng: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
 
-        Under incremental reservation the blocks beyond the first chunk are only promised. Raises
-        OverloadedError, and changes nothing, when the blocks are not free.
+        Its prefill starts where its cached prefix ends. Under incremental reservation the blocks
+        beyond the first chunk are only promised. Raises OverloadedError, and changes nothing, when
+        the blocks are not free.
         """
+        cost = self.cost(request)
+        prefilled = cost.cached * self.profile.block_size
         first = request.capacity_tokens
         if self._grows:
-            first = min(len(request.prompt), self._limits.chunk_size)
-        cost = self.kv.cost(request.capacity_tokens)
+            first = min(len(request.prompt), prefilled + self._limits.chunk_size)
         tables = self.kv.commit(request.key, cost, self.kv.cost(first))
-        request.place(self.name)
+        request.place(self.name, prefilled)
         self.requests[request.key] = request
         self._admissions[request.key] = Admission(
             key=request.key,
@@ -106,6 +120,7 @@ class Lane:
             min_tokens=request.params.min_tokens,
             banned_ids=self._banned_ids(request),
             logprobs=NO_LOGPROBS if request.params.logprobs is None else request.params.logprobs,
+            prefilled=request.prefilled,
         )
 
     def _banned_ids(self, request: Request) -> tuple[int, ...]:
@@ -175,6 +190,20 @@ class Lane:
             return None
         self._in_flight = self._planned_at = None
         return plan
+
+    def cache_prompts(self, plan: ExecutionPlan, outputs: Iterable[RequestOutput]) -> None:
+        """Publish the prompt blocks that a plan has filled, once its result is applied.
+
+        `outputs` came of the result: what a request that failed had cached is forgotten.
+        """
+        failed = {o.key for o in outputs if o.finish_reason is FinishReason.ERROR}
+        for key in failed:
+            self.kv.distrust(key)
+        for step in plan.steps:
+            if isinstance(step, PrefillBatch):
+                for key in step.keys:
+                    if key not in failed:
+                        self.kv.publish(key, self.requests[key].prefilled)
 
     def stats(self, load: int) -> LaneStats:
         """The lane now; `load` is what the ledger says of it."""

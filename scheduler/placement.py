@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from protocol.config import PlacementName
+    from scheduler.kv_manager import KVCost
     from scheduler.lane import Lane
     from scheduler.request import Request
 
@@ -107,3 +108,26 @@ def placement_policy(name: PlacementName, ledger: LoadLedger) -> PlacementPolicy
             return LeastRequests()
         case "round_robin":
             return RoundRobin()
+
+
+def with_affinity(
+    rooms: Sequence[tuple[Lane, KVCost]], ledger: LoadLedger, window: int
+) -> list[Lane]:
+    """The lanes that the policy may choose from: of those that have room, the warmest.
+
+    These are the ones that have most of the prompt cached, in tokens, among those that owe at most
+    `window` loops more than the least loaded; all of them if none of these has any.
+
+    Example: window 50, loads 0, 40, 60 and 8, 32, 64 cached tokens -> the second alone.
+    """
+    lanes = [lane for lane, _ in rooms]
+    if not any(cost.cached for _, cost in rooms):
+        return lanes
+    limit = min(map(ledger.load, lanes)) + window
+    cached = {
+        lane.name: cost.cached * lane.profile.block_size
+        for lane, cost in rooms
+        if ledger.load(lane) <= limit
+    }
+    most = max(cached.values())
+    return [lane for lane in lanes if cached.get(lane.name) == most] if most else lanes

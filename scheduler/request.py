@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from protocol.stage import Stage
 from scheduler.exit_policy import Exit, exit_policy
+from scheduler.prefix_cache import PromptDigests
 from scheduler.states import Event, State, next_state
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Request:
     max_loops: int
     exit_policy: ExitPolicy
     stop_ids: frozenset[int]
+    digests: PromptDigests
     state: State = State.WAITING
     stage: Stage | None = None
     lane: str | None = None
@@ -68,8 +70,12 @@ class Request:
         params: SamplingParams,
         model: ModelProfile,
         policy: ExitPolicyName = "ouro",
+        tenant: str = "",
     ) -> Request:
-        """A waiting request, with the model's defaults filled in where `params` leaves them."""
+        """A waiting request, with the model's defaults filled in where `params` leaves them.
+
+        `tenant` is whose prompts it may share KV with.
+        """
         return cls(
             key=key,
             prompt=prompt,
@@ -78,6 +84,7 @@ class Request:
             max_loops=model.max_loops if params.max_loops is None else params.max_loops,
             exit_policy=exit_policy(params, model, policy),
             stop_ids=frozenset(params.stop_token_ids),
+            digests=PromptDigests(prompt, model.fingerprint, tenant),
         )
 
     def __repr__(self) -> str:
@@ -115,10 +122,11 @@ class Request:
         """A request behind this one was placed before it."""
         self.bypasses += 1
 
-    def place(self, lane: str) -> None:
-        """A lane has taken the request."""
+    def place(self, lane: str, prefilled: int = 0) -> None:
+        """A lane has taken the request, and has the KV of its first `prefilled` tokens."""
         self._to(Event.PLACE)
         self.lane = lane
+        self.prefilled = prefilled
 
     def prefill_to(self, end: int) -> None:
         """Prompt tokens [0, end) are through every depth; the last one waits for its CODA."""

@@ -42,7 +42,9 @@ class EngineStats:
     pass, which is nothing for the first token of a request, since it always costs one. `finished`
     counts ends by reason. `stale_results` and `stale_rows` were unexpected and dropped,
     `discarded_rows` ran for a request that had ended meanwhile. `last_applied` is the time of the
-    last result.
+    last result. `prefix_queries` counts the placements that asked for a cached prefix, and
+    `prefix_hit_tokens` the prompt tokens that were found and not run again; `cached_blocks` and
+    `evicted_blocks` are those of the open lanes.
     """
 
     waiting: int
@@ -60,6 +62,10 @@ class EngineStats:
     discarded_rows: int
     last_applied: float | None
     lanes: tuple[LaneStats, ...]
+    prefix_queries: int
+    prefix_hit_tokens: int
+    cached_blocks: int
+    evicted_blocks: int
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class Totals:
     stale_rows: int = 0
     discarded_rows: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
+    prefix_queries: int = 0
+    prefix_hit_tokens: int = 0
 
     def count(self, outputs: Iterable[RequestOutput], full_depth: int) -> None:
         """Add what has just left the engine; a full pass takes `full_depth` loops.

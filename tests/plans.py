@@ -36,10 +36,14 @@ def block_table(profile: WorkerProfile, tokens: int, first: int = 0) -> BlockTab
 
 
 def admission(
-    key: RequestKey, prompt: tuple[int, ...], tables: BlockTable, temperature: float = 0.0
+    key: RequestKey,
+    prompt: tuple[int, ...],
+    tables: BlockTable,
+    temperature: float = 0.0,
+    prefilled: int = 0,
 ) -> Admission:
-    """A greedy request, or one that samples with seed 7."""
-    return Admission(key, prompt, tables, RngKey(7), temperature, 1.0, -1)
+    """A greedy request, or one that samples with seed 7; prefill starts at `prefilled`."""
+    return Admission(key, prompt, tables, RngKey(7), temperature, 1.0, -1, prefilled=prefilled)
 
 
 @dataclass(slots=True)

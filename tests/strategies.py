@@ -83,6 +83,7 @@ admissions = st.builds(
     min_tokens=numbers,
     banned_ids=st.lists(numbers, max_size=4).map(tuple),
     logprobs=st.integers(NO_LOGPROBS, MAX_LOGPROBS),
+    prefilled=numbers,
 )
 grants = st.builds(Grant, request_keys, block_tables())
 steps = st.one_of(

@@ -164,7 +164,7 @@ class SlotTable:
     def _new_record(self, admission: Admission) -> RowRecord:
         """The row of a request that has not run yet."""
         return RowRecord(
-            progress=RowProgress(admission.key, len(admission.prompt), self._max_loops),
+            progress=RowProgress.begin(admission, self._max_loops),
             sampling=SamplingKind(
                 random=admission.temperature > 0.0,
                 top_k=admission.top_k > 0,

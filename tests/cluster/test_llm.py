@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SMALL = WorkerSettings(
     device="cpu", num_slots=4, max_step_tokens=64, cache=CacheSettings(num_blocks=257)
 )
+GREEDY = SamplingParams(max_tokens=2)
 ADAPTIVE = SamplingParams(max_tokens=12, exit_threshold=0.9)
 
 
@@ -243,3 +244,15 @@ def test_stop_strings_end_each_answer_for_itself(llm: LLM) -> None:
     assert "".join(delta.text for delta in stream) == first.text
     with pytest.raises(RequestError, match="stop string"):
         llm.generate(prompts, params, stop="")
+
+
+def test_a_tenant_s_prompts_share_what_they_start_with(llm: LLM) -> None:
+    prompt = [1648, 1424, 261, 658] * 9
+    hits = []
+    for tenant in ("red", "red", "blue"):
+        before = llm.stats().prefix_hit_tokens
+        llm.generate(prompt, GREEDY, tenant=tenant)
+        for _ in llm.stream(prompt, GREEDY, tenant=tenant):
+            pass
+        hits.append(llm.stats().prefix_hit_tokens - before)
+    assert hits == [32, 64, 32]

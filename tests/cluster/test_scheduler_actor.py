@@ -120,6 +120,22 @@ def test_requests_at_once_give_what_each_gives_alone() -> None:
     asyncio.run(run())
 
 
+def test_prompts_of_one_tenant_share_what_they_start_with() -> None:
+    prompt = PROMPT * 9
+
+    async def run() -> None:
+        async with served() as (actor, client):
+            hits = []
+            for tenant in ("red", "red", "blue"):
+                async with aclosing(client.generate(prompt, SHORT, tenant=tenant)) as outputs:
+                    assert [output async for output in outputs]
+                await until(at_rest, actor)
+                hits.append((await actor.stats()).prefix_hit_tokens)
+            assert hits == [0, 32, 32]
+
+    asyncio.run(run())
+
+
 def test_closing_a_generation_early_aborts_it() -> None:
     async def run() -> None:
         async with served() as (actor, client):

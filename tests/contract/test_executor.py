@@ -289,6 +289,45 @@ def test_a_position_beyond_the_granted_blocks_fails_until_a_grant(sender: PlanSe
     assert granted.steps[1].keys == (B,)
 
 
+def test_a_request_admitted_with_prefilled_tokens_starts_behind_them(sender: PlanSender) -> None:
+    profile = sender.executor.profile()
+    table = block_table(profile, 8)
+    own = block_table(profile, 4, first=32)
+    shared = tuple((mine[0], new[0]) for mine, new in zip(table, own, strict=True))
+    sender.run(prefill(A, 0, 5), admits=(admission(A, PROMPT, table),))
+    admits = (
+        admission(B, PROMPT, shared, prefilled=4),
+        admission(C, PROMPT, block_table(profile, 8, first=40), prefilled=4),
+    )
+    result = sender.run(prefill(B, 4, 1), coda(B, 4, 4, 0), prefill(C, 3, 2), admits=admits)
+    first, sampled, again = result.steps
+    assert first == PrefillResult((B,), (5,))
+    assert isinstance(sampled, CodaResult)
+    assert sampled.keys == (B,)
+    assert [row.key for row in result.failed] == [C]
+    assert again.keys == ()
+
+
+@pytest.mark.parametrize(
+    ("prefilled", "blocks", "message"),
+    [(5, 2, "5 of 5 tokens"), (9, 3, "9 of 5 tokens"), (4, 0, "room for 0 tokens")],
+    ids=["all of it", "more", "no room"],
+)
+def test_prefilled_tokens_that_cannot_be_fail_their_request_alone(
+    sender: PlanSender, prefilled: int, blocks: int, message: str
+) -> None:
+    profile = sender.executor.profile()
+    table = tuple(plane[:blocks] for plane in block_table(profile, 12))
+    good = admission(B, PROMPT, block_table(profile, 8, first=48), prefilled=4)
+    bad = sender.run(prefill(B, 4, 1), admits=(admission(A, PROMPT, table, 0.0, prefilled), good))
+    assert [row.key for row in bad.failed] == [A]
+    assert message in bad.failed[0].message
+    assert bad.steps == (PrefillResult((B,), (5,)),)
+    assert [row.key for row in sender.run(prefill(A, 0, 5)).failed] == [A]
+    fresh = admission(A, PROMPT, block_table(profile, 8))
+    assert not sender.run(prefill(A, 0, 5), releases=(A,), admits=(fresh,)).failed
+
+
 def test_admission_twice_and_beyond_the_slots_fail_only_those(sender: PlanSender) -> None:
     profile = sender.executor.profile()
     table = block_table(profile, 8)

@@ -47,6 +47,8 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"max_step_tokens": 0}}, r"scheduler\.max_step_tokens"),
         ({"scheduler": {"exit_policy": "trace"}}, r"scheduler\.exit_policy"),
         ({"scheduler": {"placement": "random"}}, r"scheduler\.placement"),
+        ({"scheduler": {"prefix_caching": 1}}, r"scheduler\.prefix_caching: .*boolean"),
+        ({"scheduler": {"affinity_window": -1}}, r"scheduler\.affinity_window: .*equal to 0"),
         ([1], "configuration"),
     ],
 )

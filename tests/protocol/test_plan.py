@@ -59,6 +59,7 @@ MODEL = ModelProfile("m", "f", 10, 20, 4, (), 1.0)
         lambda: TokenLogprobs(0.0, (1,), ()),
         lambda: TokenLogprobs(0.0, (-1,), (0.0,)),
         lambda: CodaResult((A,), (0,), (1,), (None, None)),
+        lambda: Admission(A, (1, 2), ((0,),), RNG, 0.0, 1.0, -1, prefilled=-1),
         lambda: Grant(A, ((-1,),)),
         lambda: Resume(A, ((-1,),)),
         lambda: Resume(A, ((0,), ())),

@@ -58,12 +58,15 @@ def make_profile(
 def make_engine(*profiles: WorkerProfile, **settings: object) -> Engine:
     """An engine with lane-0, lane-1, ... over `profiles`; one default lane without any.
 
-    `chunk` and `prefill` are short for the prefill limits; the rest is as in SchedulerSettings.
+    `chunk` and `prefill` are short for the prefill limits, `caching` and `window` for those of the
+    prefix cache; the rest is as in SchedulerSettings.
     """
     limits = {
         "prefill_chunk_size": settings.pop("chunk", 8),
         "max_prefill_tokens": settings.pop("prefill", 16),
         "max_waiting": 64,
+        "prefix_caching": settings.pop("caching", True),
+        "affinity_window": settings.pop("window", 256),
     }
     engine = Engine(SchedulerSettings.model_validate(limits | settings))
     for index, profile in enumerate(profiles or (make_profile(),)):
@@ -119,6 +122,13 @@ class Bench:
         """A request of `prompt` tokens 1, 2, 3, ... with seed 7."""
         tokens = [1 + index % (VOCAB - 1) for index in range(prompt)]
         return self.engine.add(request_id, tokens, SamplingParams.model_validate(params), 7)
+
+    def send(
+        self, request_id: str, prompt: Sequence[int], tenant: str = "", **params: object
+    ) -> RequestKey:
+        """A request of exactly these tokens, with seed 7."""
+        checked = SamplingParams.model_validate(params)
+        return self.engine.add(request_id, prompt, checked, 7, tenant=tenant)
 
     def plan(self) -> list[tuple[str, ExecutionPlan]]:
         """The engine's next plans, recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import add
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protocol.config import SchedulerSettings
 from protocol.errors import LoopmeshError
 from protocol.exit_rule import FinishReason, exits, round_to_float32, survival_bound
+from protocol.plan import CodaBatch, PrefillBatch, RecurrentBatch
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor, scripted_hazard, scripted_token
 from scheduler.engine import Engine
@@ -20,18 +21,23 @@ from scheduler.output import RequestOutput
 from tests.scheduler.bench import make_model, make_profile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from protocol.identity import RequestKey
-    from protocol.plan import BlockTable
+    from protocol.plan import Admission, ExecutionPlan
     from protocol.result import PlanResult, StepResult
 
 MODEL = make_model()
 PROFILES = {
-    "lane-0": make_profile(num_slots=2, num_blocks=40),
+    "lane-0": make_profile(num_slots=2, num_blocks=28),
     "lane-1": make_profile(num_slots=3, num_blocks=24, block_size=2),
 }
 TOKEN = scripted_token(MODEL)
 THRESHOLDS = (None, 0.0, 0.5, 0.9, 1.0)
 IDS = ("a", "b", "c", "d", "e")
+TENANTS = ("", "other")
+STEMS = ((1,) * 12, (1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2), (3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3, 1))
+"""Prompts start with one of these: the first two share a block of 4, or two of 2."""
 
 
 @dataclass(slots=True)
@@ -39,7 +45,8 @@ class Life:
     """What one request has shown so far. Owner: the machine. Mutated only by: its `see`."""
 
     key: RequestKey
-    num_prompt: int
+    prompt: tuple[int, ...]
+    tenant: str
     params: SamplingParams
     delayed: bool = False
     count: int = 0
@@ -69,7 +76,7 @@ class Life:
         threshold = self.params.exit_threshold
         bound = survival_bound(MODEL.exit_threshold if threshold is None else threshold)
         max_loops = self.params.max_loops or MODEL.max_loops
-        position, survival = self.num_prompt + output_index - 1, 1.0
+        position, survival = len(self.prompt) + output_index - 1, 1.0
         if self.params.forced_depths is not None:
             return self.params.forced_depths[output_index]
         due = False
@@ -84,6 +91,78 @@ class Life:
         raise AssertionError("no exit")
 
 
+@dataclass(slots=True)
+class Storage:
+    """What one worker's blocks would hold. Owner: the machine. Mutated only by: run and drop.
+
+    A cell is a token's place in a block; a prompt's KV is named by its tenant and all tokens up to
+    its own, anything else by its request and position.
+    """
+
+    block_size: int
+    admitted: dict[RequestKey, Admission] = field(default_factory=dict)
+    cells: dict[tuple[int, int], object] = field(default_factory=dict)
+    prefilled: dict[RequestKey, int] = field(default_factory=dict)
+
+    def drop(self, keys: Iterable[RequestKey]) -> None:
+        for key in keys:
+            del self.admitted[key], self.prefilled[key]
+
+    def run(self, plan: ExecutionPlan, lives: Mapping[RequestKey, Life]) -> None:
+        """Take the plan's admissions and writes, and check what it may read and write."""
+        for item in plan.admits:
+            self.admitted[item.key] = item
+            self.prefilled[item.key] = item.prefilled
+            assert item.prefilled < len(item.prompt)
+        for grant in plan.grants:
+            item = self.admitted[grant.key]
+            tables = tuple(map(add, item.tables, grant.tables))
+            self.admitted[grant.key] = replace(item, tables=tables)
+        holders = self.holders()
+        for key, plane, position, full in writes(plan):
+            block = self.admitted[key].tables[plane][position // self.block_size]
+            assert holders[block] == [key], "a block with two writers"
+            value = known(lives[key], position) if full else (key, position)
+            self.cells[block, position % self.block_size] = value
+            if full:
+                self.prefilled[key] = max(self.prefilled[key], position + 1)
+        for key, item in self.admitted.items():
+            for position in range(self.prefilled[key]):
+                place = position // self.block_size, position % self.block_size
+                for table in item.tables:
+                    cell = self.cells.get((table[place[0]], place[1]))
+                    assert cell == known(lives[key], position), f"{key} reads other KV"
+
+    def holders(self) -> dict[int, list[RequestKey]]:
+        """The live tables that each block is in."""
+        holders: dict[int, list[RequestKey]] = {}
+        for key, item in self.admitted.items():
+            for block in (block for table in item.tables for block in table):
+                holders.setdefault(block, []).append(key)
+        return holders
+
+
+def known(life: Life, position: int) -> object:
+    """The name of a prompt token's full-depth KV."""
+    return life.tenant, life.prompt[: position + 1]
+
+
+def writes(plan: ExecutionPlan) -> Iterator[tuple[RequestKey, int, int, bool]]:
+    """Every (request, plane, position) that a plan writes, and whether it is prompt KV."""
+    for step in plan.steps:
+        match step:
+            case PrefillBatch(keys, starts, counts):
+                for key, start, count in zip(keys, starts, counts, strict=True):
+                    for plane in range(MODEL.max_loops):
+                        yield from ((key, plane, p, True) for p in range(start, start + count))
+            case RecurrentBatch(keys, positions, depths):
+                for key, position, depth in zip(keys, positions, depths, strict=True):
+                    yield key, depth, position, False
+            case CodaBatch(keys, positions, exit_depths, _):
+                for key, position, depth in zip(keys, positions, exit_depths, strict=True):
+                    yield from ((key, p, position, False) for p in range(depth, MODEL.max_loops))
+
+
 class EngineMachine(RuleBasedStateMachine):
     """An engine over two scripted workers, and a world that is not kind to it."""
 
@@ -91,7 +170,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = {"prefill_chunk_size": 3, "max_prefill_tokens": 5, "max_waiting": 4}
+        limits = {
+            "prefill_chunk_size": 3,
+            "max_prefill_tokens": 5,
+            "max_waiting": 4,
+            "affinity_window": 20,
+        }
         self.engine = Engine(SchedulerSettings.model_validate(limits | self.scheduler))
         self.now = 0.0
         self.epoch = 0
@@ -99,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executors: dict[str, ScriptedExecutor] = {}
         self.flying: dict[str, PlanResult] = {}
         self.releasing: dict[str, tuple[RequestKey, ...]] = {}
-        self.tables: dict[str, dict[RequestKey, BlockTable]] = {}
+        self.storage: dict[str, Storage] = {}
         self.old: list[tuple[str, PlanResult]] = []
         for lane in PROFILES:
             self.open(lane)
@@ -108,7 +192,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.epoch += 1
         self.executors[lane] = ScriptedExecutor(PROFILES[lane], self.epoch)
         self.engine.add_lane(lane, self.epoch, PROFILES[lane])
-        self.tables[lane] = {}
+        self.storage[lane] = Storage(PROFILES[lane].block_size)
 
     def see(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -116,7 +200,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         request_id=st.sampled_from(IDS),
-        num_prompt=st.integers(1, 12),
+        stem=st.sampled_from(STEMS),
+        num_prompt=st.sampled_from((12, 11, 9, 8, 5, 4, 1)),
+        tenant=st.sampled_from(TENANTS),
         max_tokens=st.integers(1, 8),
         loops=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
         threshold=st.sampled_from(THRESHOLDS),
@@ -127,7 +213,9 @@ class EngineMachine(RuleBasedStateMachine):
     def add(
         self,
         request_id: str,
+        stem: tuple[int, ...],
         num_prompt: int,
+        tenant: str,
         max_tokens: int,
         loops: list[int],
         threshold: float | None,
@@ -146,13 +234,13 @@ class EngineMachine(RuleBasedStateMachine):
         )
         before = self.engine.stats()
         try:
-            key = self.engine.add(request_id, [1] * num_prompt, params, 7)
+            key = self.engine.add(request_id, stem[:num_prompt], params, 7, tenant=tenant)
         except LoopmeshError:
             assert self.engine.stats() == before
             return
         assert all(key.generation > other.generation for other in self.lives)
         delayed = self.scheduler.get("exit_policy") == "ouro_delayed"
-        self.lives[key] = Life(key, num_prompt, params, delayed)
+        self.lives[key] = Life(key, stem[:num_prompt], tenant, params, delayed)
 
     @rule(request_id=st.sampled_from(IDS))
     def abort(self, request_id: str) -> None:
@@ -182,16 +270,21 @@ class EngineMachine(RuleBasedStateMachine):
         self.now += 1.0
         for lane, plan in self.engine.plan(self.now):
             assert lane not in self.flying, "two plans in flight"
-            tables = self.tables[lane]
-            tables.update((item.key, item.tables) for item in plan.admits)
-            for grant in plan.grants:
-                tables[grant.key] = tuple(map(add, tables[grant.key], grant.tables))
-            assert set(plan.releases) <= set(tables)
+            assert set(plan.releases) <= set(self.storage[lane].admitted)
+            self.storage[lane].run(plan, self.lives)
             self.releasing[lane] = plan.releases
             submission = self.executors[lane].submit(plan)
             self.flying[lane] = submission.collect(0.0)
             assert self.flying[lane].failed == (), "the worker refused a row"
             submission.retire()
+
+    @rule(plans=st.integers(1, 8))
+    def go_on(self, plans: int) -> None:
+        """What happens most of the time, so that requests end and leave their prompts cached."""
+        for _ in range(plans):
+            for lane in tuple(self.flying):
+                self.answer(lane, self.flying[lane])
+            self.plan()
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -202,8 +295,7 @@ class EngineMachine(RuleBasedStateMachine):
     def answer(self, lane: str, result: PlanResult) -> None:
         self.old.append((lane, self.flying.pop(lane)))
         self.see(self.engine.apply(lane, result, self.now))
-        for key in self.releasing.pop(lane):
-            del self.tables[lane][key]
+        self.storage[lane].drop(self.releasing.pop(lane))
 
     @precondition(lambda self: any(result.steps for result in self.flying.values()))
     @rule(data=st.data())
@@ -232,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         lane = data.draw(st.sampled_from(self.engine.lanes))
         self.see(self.engine.close_lane(lane, "lost"))
-        del self.tables[lane]
+        del self.storage[lane]
         if lane in self.flying:
             self.old.append((lane, self.flying.pop(lane)))
             del self.releasing[lane]
@@ -243,19 +335,36 @@ class EngineMachine(RuleBasedStateMachine):
         self.open(next(lane for lane in PROFILES if lane not in self.engine.lanes))
 
     @invariant()
-    def blocks_are_conserved_and_never_shared(self) -> None:
+    def blocks_are_conserved_and_shared_by_equal_prompts_alone(self) -> None:
         for lane in self.engine.stats().lanes:
-            tables = self.tables[lane.name].values()
-            held = [block for table in tables for plane in table for block in plane]
-            assert len(set(held)) == len(held), "a block in two live tables"
-            assert all(block < lane.kv.total_blocks for block in held)
-            assert len(held) <= lane.kv.total_blocks - lane.kv.free_blocks
+            storage = self.storage[lane.name]
+            holders = storage.holders()
+            assert all(block < lane.kv.total_blocks for block in holders)
+            # Every other request has been placed and not sent, so the worker knows no table of it.
+            used = lane.kv.total_blocks - lane.kv.free_blocks
+            assert len(holders) <= used
+            if len(storage.admitted) == lane.kv.tables:
+                assert len(holders) == used
             assert 0 <= lane.kv.promised_blocks <= lane.kv.free_blocks
+            assert lane.kv.cached_blocks <= lane.kv.total_blocks
+            for block, keys in holders.items():
+                shared = {self.common(storage, key, block) for key in keys}
+                assert len(keys) == 1 or (len(shared) == 1 and None not in shared)
             if lane.running + lane.releasing == 0:
                 assert lane.kv.free_blocks == lane.kv.total_blocks
             if lane.running == 0:
                 assert lane.load == 0
                 assert lane.kv.promised_blocks == 0
+
+    def common(self, storage: Storage, key: RequestKey, block: int) -> object:
+        """The plane, page and KV of a block of prompt[:-1]; None for any other."""
+        life = self.lives[key]
+        for plane, table in enumerate(storage.admitted[key].tables):
+            if block in table:
+                page = table.index(block)
+                end = (page + 1) * storage.block_size
+                return (plane, page, known(life, end - 1)) if end < len(life.prompt) else None
+        raise AssertionError("not in its table")
 
     @invariant()
     def counts_agree(self) -> None:
@@ -263,6 +372,7 @@ class EngineMachine(RuleBasedStateMachine):
         live = sum(life.reason is None for life in self.lives.values())
         assert live == stats.waiting + stats.running
         assert stats.rng_keys == live + stats.releasing
+        assert stats.prefix_hit_tokens <= sum(len(life.prompt) for life in self.lives.values())
         assert stats.tokens == sum(life.count for life in self.lives.values())
         assert sum(stats.finished.values()) == len(self.lives) - live
 
@@ -277,16 +387,16 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(life.reason is not None for life in self.lives.values())
         for lane in self.engine.lanes:
             assert self.executors[lane].held_keys() == ()
-        self.blocks_are_conserved_and_never_shared()
+        self.blocks_are_conserved_and_shared_by_equal_prompts_alone()
         self.counts_agree()
 
 
 def without(step: StepResult, row: int) -> StepResult:
     """The step's result with one row less."""
     columns: dict[str, Any] = {}
-    for field in fields(step):
-        column = getattr(step, field.name)
-        columns[field.name] = column[:row] + column[row + 1 :]
+    for item in fields(step):
+        column = getattr(step, item.name)
+        columns[item.name] = column[:row] + column[row + 1 :]
     return replace(step, **columns)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from protocol.config import SchedulerSettings
@@ -14,6 +16,9 @@ from scheduler.placement import LoadLedger, loop_debt
 from scheduler.request import Request
 from scheduler.states import Event
 from tests.scheduler.bench import Bench, make_model, make_profile, reasons
+
+if TYPE_CHECKING:
+    from protocol.profile import WorkerProfile
 
 
 def make(**params: object) -> Request:
@@ -134,4 +139,87 @@ def test_load_returns_to_zero() -> None:
     for index in range(12):
         bench.add(f"r{index}", prompt=1 + index, max_tokens=1 + index % 5)
     bench.finish()
+    assert [lane.load for lane in bench.engine.stats().lanes] == [0, 0]
+
+
+PROMPT = tuple(range(1, 18))
+
+
+def lane_of(bench: Bench, request_id: str, prompt: tuple[int, ...], max_tokens: int) -> str:
+    """Which lane takes a request now, and its plan is answered."""
+    bench.send(request_id, prompt, max_tokens=max_tokens)
+    (found,) = [
+        lane
+        for lane, plan in bench.plan()
+        for _ in [bench.apply(lane, bench.run(lane, plan))]
+        if any(item.key.request_id == request_id for item in plan.admits)
+    ]
+    return found
+
+
+def warm(*profiles: WorkerProfile, window: int, placement: str = "loop_debt") -> Bench:
+    """Two lanes, the second of which has PROMPT cached; both owe nothing."""
+    profiles = profiles or (make_profile(), make_profile())
+    bench = Bench(*profiles, window=window, placement=placement)
+    assert lane_of(bench, "busy", (60,), max_tokens=60) == "lane-0"
+    assert lane_of(bench, "warm", PROMPT, max_tokens=1) == "lane-1"
+    bench.engine.abort("busy")
+    bench.finish()
+    assert [lane.load for lane in bench.engine.stats().lanes] == [0, 0]
+    return bench
+
+
+def test_a_cached_prefix_draws_a_request_within_the_window() -> None:
+    bench = warm(window=40)
+    for request_id, max_tokens in (("hit", 10), ("edge", 1), ("far", 1)):
+        bench.send(request_id, PROMPT, max_tokens=max_tokens)
+    # The second lane owes 40 when "edge" comes, exactly the window, and 44 when "far" does.
+    assert placed(bench) == {"lane-0": ["far"], "lane-1": ["hit", "edge"]}
+    assert [lane.load for lane in bench.engine.stats().lanes] == [4, 44]
+
+
+def test_without_a_window_the_least_loaded_takes_it_and_affinity_breaks_the_tie() -> None:
+    bench = warm(window=0)
+    assert lane_of(bench, "tie", PROMPT, max_tokens=2) == "lane-1"
+    assert lane_of(bench, "next", PROMPT, max_tokens=2) == "lane-0"
+
+
+def test_a_miss_goes_to_the_least_loaded_and_never_to_the_busiest() -> None:
+    bench = warm(window=10_000)
+    assert lane_of(bench, "hit", PROMPT, max_tokens=10) == "lane-1"
+    assert lane_of(bench, "miss", PROMPT[::-1], max_tokens=2) == "lane-0"
+    assert lane_of(bench, "again", (61,), max_tokens=2) == "lane-0"
+
+
+@pytest.mark.parametrize("placement", ["least_requests", "round_robin"])
+def test_every_policy_chooses_among_the_warmest(placement: str) -> None:
+    bench = warm(window=40, placement=placement)
+    assert [lane_of(bench, f"hit{index}", PROMPT, 1) for index in range(3)] == ["lane-1"] * 3
+    assert lane_of(bench, "miss", PROMPT[::-1], max_tokens=1) == "lane-0"
+
+
+def test_the_longest_prefix_wins_and_its_tokens_count_not_its_blocks() -> None:
+    bench = Bench(make_profile(block_size=2, num_slots=1), make_profile(block_size=4))
+    assert lane_of(bench, "short", PROMPT[:11], max_tokens=1) == "lane-0"  # 5 blocks of 2
+    bench.finish()
+    assert lane_of(bench, "busy", (60,), max_tokens=9) == "lane-0"
+    assert lane_of(bench, "warm", PROMPT, max_tokens=1) == "lane-1"  # 4 blocks of 4
+    bench.finish()
+    assert lane_of(bench, "hit", PROMPT, max_tokens=1) == "lane-1"
+
+
+def test_a_lane_without_room_draws_nobody_and_sets_no_window() -> None:
+    bench = warm(make_profile(), make_profile(num_slots=1), window=0)
+    assert lane_of(bench, "hit", PROMPT, max_tokens=1) == "lane-1"
+    assert lane_of(bench, "long", PROMPT, max_tokens=9) == "lane-0"
+    assert lane_of(bench, "next", PROMPT[:4], max_tokens=9) == "lane-0"
+
+
+def test_load_returns_to_zero_with_hits() -> None:
+    bench = Bench(make_profile(), make_profile(), hazard=None, token=None, window=20)
+    for index in range(16):
+        bench.send(f"r{index}", PROMPT[: 5 + index % 12], max_tokens=1 + index % 5)
+        bench.step()
+    bench.finish()
+    assert bench.engine.stats().prefix_hit_tokens > 0
     assert [lane.load for lane in bench.engine.stats().lanes] == [0, 0]

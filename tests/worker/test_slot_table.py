@@ -59,6 +59,19 @@ def test_admission_fills_the_whole_row(table: SlotTable) -> None:
     assert table.survival[row].item() == 1.0
 
 
+def test_prefill_starts_behind_what_is_in_the_blocks_already(table: SlotTable) -> None:
+    table.admit(replace(admission(A, prompt=(5, 6, 7, 8, 9)), prefilled=4))
+    assert table.slot(A).progress.prefilled == 4
+    assert table.slot(A).progress.position == -1
+    for wrong in (
+        replace(admission(B, first=40, prompt=(5, 6)), prefilled=2),
+        replace(admission(B, first=40, width=1, prompt=(5,) * 9), prefilled=8),
+    ):
+        with pytest.raises(ProtocolError, match=r"2 of 2 tokens are prefilled|room for 4 tokens"):
+            table.admit(wrong)
+        assert repr(table) == "<SlotTable 1 live, 1 free>"
+
+
 def test_a_reused_slot_keeps_nothing_of_its_last_request(table: SlotTable) -> None:
     table.admit(admission(A, first=10, width=5))
     table.admit(admission(B, first=40))
