@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 CODE = protocol worker scheduler cluster benchmarks tests
 
-.PHONY: help install demo test check format serve doctor clean
+.PHONY: help install demo test coverage check format serve doctor clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -23,6 +23,10 @@ demo: install ## serve the shipped model on a local cluster, ask it, shut it dow
 
 test: install ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+coverage: install ## branch coverage of the pure floors, which is to be complete
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q -m "not ray" tests/scheduler tests/protocol tests/contract tests/cluster/test_drivers.py
+	$(BIN)/coverage report
 
 check: install ## formatting, lint, types, import directions
 	$(BIN)/ruff format --check $(CODE)

@@ -30,7 +30,6 @@ from protocol.columns import (
     unpack_table,
 )
 from protocol.errors import ProtocolError
-from protocol.layout import Layout
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import (
     Admission,
@@ -42,7 +41,7 @@ from protocol.plan import (
     RecurrentBatch,
     Resume,
 )
-from protocol.profile import ModelProfile, WorkerProfile
+from protocol.profile_codec import pack_profile, unpack_profile
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -52,7 +51,7 @@ from protocol.result import (
     RecurrentResult,
 )
 from protocol.rng import RngKey
-from protocol.snapshot_columns import pack_answers, pack_room, unpack_answers, unpack_room
+from protocol.snapshot_columns import pack_answers, unpack_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,7 +123,7 @@ def _fields(frame: Frame) -> tuple[object, ...]:
         case Open(epoch):
             return (_OPEN, epoch)
         case Opened(epoch, profile):
-            return (_OPENED, epoch, _profile_fields(profile))
+            return (_OPENED, epoch, pack_profile(profile))
         case Synchronize(epoch, seq):
             return (_SYNC, epoch, seq)
         case Synchronized(epoch, seq):
@@ -280,58 +279,6 @@ def _decode_result(
     )
 
 
-def _profile_fields(profile: WorkerProfile) -> tuple[object, ...]:
-    model = profile.model
-    return (
-        (
-            model.name,
-            model.fingerprint,
-            model.vocab_size,
-            model.max_positions,
-            model.max_loops,
-            model.eos_ids,
-            float(model.exit_threshold),
-        ),
-        profile.device,
-        profile.dtype,
-        pack_room(profile.snapshots),
-        profile.num_slots,
-        profile.num_blocks,
-        profile.block_size,
-        profile.planes,
-        profile.max_step_tokens,
-        profile.layout.value,
-    )
-
-
-def _decode_profile(
-    model: Packed, device: str, dtype: str, snapshots: Packed, *sizes_and_layout: int | str
-) -> WorkerProfile:
-    *sizes, layout = sizes_and_layout
-    name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
-    num_slots, num_blocks, block_size, planes, max_step_tokens = (read_int(size) for size in sizes)
-    return WorkerProfile(
-        ModelProfile(
-            read_text(name),
-            read_text(fingerprint),
-            read_int(vocab_size),
-            read_int(max_positions),
-            read_int(max_loops),
-            tuple(read_int(token) for token in eos_ids),
-            read_float(exit_threshold),
-        ),
-        read_text(device),
-        read_text(dtype),
-        num_slots,
-        num_blocks,
-        block_size,
-        planes,
-        max_step_tokens,
-        Layout(layout),
-        unpack_room(snapshots),
-    )
-
-
 def _decode_beat(epoch: int, seq: int, steps_done: int, phase: str) -> Beat:
     return Beat(read_int(epoch), read_int(seq), read_int(steps_done), Phase(phase))
 
@@ -340,7 +287,7 @@ _DECODERS: dict[int, Callable[..., Frame]] = {
     _PLAN: _decode_plan,
     _RESULT: _decode_result,
     _OPEN: lambda epoch: Open(read_int(epoch)),
-    _OPENED: lambda epoch, profile: Opened(read_int(epoch), _decode_profile(*profile)),
+    _OPENED: lambda epoch, profile: Opened(read_int(epoch), unpack_profile(*profile)),
     _SYNC: lambda epoch, seq: Synchronize(read_int(epoch), read_int(seq)),
     _SYNCED: lambda epoch, seq: Synchronized(read_int(epoch), read_int(seq)),
     _BEAT: _decode_beat,

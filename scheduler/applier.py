@@ -83,6 +83,15 @@ class ResultApplier:
     ) -> None:
         """Row by row, for an answer that is not what the plan asked for."""
         due = _planned(step)
+        if answer is not None:
+            self._apply_due(step, answer, due)
+        stage = type(step).__name__.removesuffix("Batch")
+        for key in due:
+            message = f"the answer to plan {self._plan.seq} lacks its {stage} row"
+            self._fail(key, messages.pop(key, message))
+
+    def _apply_due(self, step: Step, answer: StepResult, due: dict[RequestKey, Place]) -> None:
+        """Apply the rows that are due, and take them out of `due`."""
         for row, (key, place) in enumerate(_answered(step, answer)):
             if due.get(key) != place:
                 self._totals.stale_rows += 1
@@ -90,17 +99,13 @@ class ResultApplier:
             request = self._requests.get(key)
             if request is None or not request.is_live:
                 self._totals.discarded_rows += 1
-            elif answer is not None:
-                if not self._is_possible(answer, row):
-                    self._totals.stale_rows += 1
-                    continue
+            elif not self._is_possible(answer, row):
+                self._totals.stale_rows += 1
+                continue
+            else:
                 advance, values = self._advance(answer)
                 advance(request, values[row])
             del due[key]
-        stage = type(step).__name__.removesuffix("Batch")
-        for key in due:
-            message = f"the answer to plan {self._plan.seq} lacks its {stage} row"
-            self._fail(key, messages.pop(key, message))
 
     def _answers_every_row(self, step: Step, answer: StepResult) -> bool:
         """Whether an answer has the rows of the plan, all of them, in its order."""
@@ -189,7 +194,7 @@ def _planned(step: Step) -> dict[RequestKey, Place]:
             return dict(zip(keys, zip(output_indices), strict=True))
 
 
-def _answered(step: Step, answer: StepResult | None) -> list[tuple[RequestKey, Place]]:
+def _answered(step: Step, answer: StepResult) -> list[tuple[RequestKey, Place]]:
     """The rows of an answer, each with its place; a place of another stage's answer is ()."""
     match step, answer:
         case PrefillBatch(), PrefillResult(keys, ends):
@@ -201,4 +206,4 @@ def _answered(step: Step, answer: StepResult | None) -> list[tuple[RequestKey, P
         case CodaBatch(), CodaResult(keys, output_indices, _):
             return list(zip(keys, zip(output_indices), strict=True))
         case _:
-            return [(key, ()) for key in answer.keys] if answer is not None else []
+            return [(key, ()) for key in answer.keys]

@@ -96,3 +96,10 @@ def test_wrong_sampling_parameters_are_refused(values: dict[str, object]) -> Non
 
 def test_integers_are_good_floats() -> None:
     assert SamplingParams.model_validate({"temperature": 1, "top_p": 1}).temperature == 1.0
+
+
+def test_a_biased_token_is_named_once() -> None:
+    assert SamplingParams.model_validate({"logit_bias": {5: 1.0}}).logit_bias == ((5, 1.0),)
+    for wrong in ({"logit_bias": ((5, 1.0), (5, 2.0))}, {"min_tokens": 9, "max_tokens": 3}):
+        with pytest.raises(ValidationError):
+            SamplingParams.model_validate(wrong)

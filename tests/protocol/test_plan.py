@@ -83,6 +83,7 @@ MODEL = ModelProfile("m", "f", 10, 20, 4, (), 1.0)
         lambda: CodaResult((A,), (0,), (-1,)),
         lambda: ModelProfile("m", "f", 0, 1, 1, (), 1.0),
         lambda: WorkerProfile(MODEL, "cpu", "float32", 1, 1, 1, 0, 1),
+        lambda: WorkerProfile(MODEL, "cpu", "float32", 1, 1, 1, 3, 1),
     ],
 )
 def test_nonsense_is_refused(make: Callable[[], object]) -> None:

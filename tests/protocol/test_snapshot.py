@@ -34,6 +34,12 @@ def test_a_store_refuses_what_exceeds_its_bound_and_counts_what_it_keeps() -> No
     assert (store.used, store.keys()) == (0, ())
 
 
+def test_a_store_shows_what_it_holds() -> None:
+    store: SnapshotStore[str] = SnapshotStore(10)
+    store.put(RequestKey("a", 1), 4, "a")
+    assert repr(store) == "<SnapshotStore 1 kept, 4 of 10 bytes>"
+
+
 def test_a_missing_snapshot_names_its_request() -> None:
     loss = missing_snapshot(A)
     assert (loss.key, loss.reason) == (A, LossReason.MISSING)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from protocol.errors import LoopmeshError, WorkerLostError
 from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
 from protocol.plan import ExecutionPlan, RecurrentBatch
@@ -20,6 +21,7 @@ from protocol.result import (
     StepResult,
     TokenLogprobs,
 )
+from scheduler.output import RequestOutput
 from tests.scheduler.bench import EOS, Bench, fixed, make_model, make_profile, reasons, texts
 
 STRANGER = RequestKey("stranger", 99)
@@ -301,3 +303,13 @@ def test_logprobs_other_than_asked_cost_their_request(
     assert reasons(outputs) == {"a": FinishReason.ERROR}
     assert bench.engine.stats().stale_rows == 1
     assert texts(bench.finish())["mate"][0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_output_raises_what_its_end_means(lost: bool) -> None:
+    key = RequestKey("a", 1)
+    RequestOutput(key, 0, (5,), (4,), FinishReason.STOP, None).raise_error()
+    failed = RequestOutput(key, 0, (), (), FinishReason.ERROR, "gone", worker_lost=lost)
+    with pytest.raises(LoopmeshError, match="the generation failed: gone") as caught:
+        failed.raise_error()
+    assert isinstance(caught.value, WorkerLostError) is lost
