@@ -113,6 +113,9 @@ class SchedulerSettings(Settings):
     alike starts further on; only in the layout "last_exited". `affinity_window` is how many loops
     of debt a worker may carry above the least loaded one and still be preferred for what it has
     cached, whatever the placement.
+
+    `preemption` lets the first of the queue take the room of running requests of lower priority,
+    which are suspended and go on later; it needs policy "priority".
     """
 
     prefill_chunk_size: Count = 128
@@ -131,6 +134,13 @@ class SchedulerSettings(Settings):
     placement: PlacementName = "loop_debt"
     prefix_caching: Annotated[bool, Field(strict=True)] = True
     affinity_window: Annotated[int, Field(strict=True, ge=0)] = 256
+    preemption: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.preemption and self.policy != "priority":
+            raise ValueError('preemption goes by priority: set policy "priority" as well')
+        return self
 
 
 class ClusterSettings(Settings):

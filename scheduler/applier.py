@@ -11,7 +11,7 @@ from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
 from scheduler.output import output_since
 from scheduler.request import Request
-from scheduler.states import Event
+from scheduler.states import Event, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +48,12 @@ class ResultApplier:
         self._model = model
         self._totals = totals
         self._starts: dict[RequestKey, int] = {}
+        self._moved = {*plan.suspends, *(resume.key for resume in plan.resumes)}
 
     def run(self, result: PlanResult) -> list[RequestOutput]:
         """Apply every row, in the plan's order; the new tokens and ends of each request."""
-        messages = {row.key: row.message for row in result.failed}
+        messages = {loss.key: f"its snapshot is lost: {loss.message}" for loss in result.lost}
+        messages |= {row.key: row.message for row in result.failed if row.key not in messages}
         for index, step in enumerate(self._plan.steps):
             answer = result.steps[index] if index < len(result.steps) else None
             self._apply_step(step, answer, messages)
@@ -59,10 +61,11 @@ class ResultApplier:
             self._totals.stale_rows += len(answer.keys)
         # What is left failed after all its rows were answered, or is no request of this plan.
         for key, message in messages.items():
-            if any(key in step.keys for step in self._plan.steps):
+            if key in self._moved or any(key in step.keys for step in self._plan.steps):
                 self._fail(key, message)
             else:
                 self._totals.stale_rows += 1
+        self._take_snapshots(result)
         return [output_since(self._requests[key], start) for key, start in self._starts.items()]
 
     def _apply_step(
@@ -168,6 +171,20 @@ class ResultApplier:
         )
         if reason is not None:
             request.end(Event.FINISH, reason)
+
+    def _take_snapshots(self, result: PlanResult) -> None:
+        """Suspend what the plan suspends; a request without an answer to that fails."""
+        kept = {handle.key for handle in result.suspended}
+        self._totals.stale_rows += len(kept.difference(self._plan.suspends))
+        for key in self._plan.suspends:
+            request = self._requests.get(key)
+            if request is None or request.state is not State.SUSPENDING:
+                continue
+            if key in kept:
+                request.keep()
+                self._totals.preemptions += 1
+            else:
+                self._fail(key, f"the answer to plan {self._plan.seq} lacks its snapshot")
 
     def _fail(self, key: RequestKey, message: str) -> None:
         request = self._requests.get(key)

@@ -29,6 +29,7 @@ from scheduler.applier import ResultApplier
 from scheduler.lane import Lane
 from scheduler.output import end_of
 from scheduler.placement import LoadLedger, placement_policy, with_affinity
+from scheduler.preemption import Preemption
 from scheduler.queues import WaitingQueue
 from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
@@ -61,6 +62,7 @@ class Engine:
         self._rng = RngRegistry()
         self._ledger = LoadLedger()
         self._placement = placement_policy(settings.placement, self._ledger)
+        self._preemption = Preemption()
         self._totals = Totals()
         self._generation = 0
         self._last_applied: float | None = None
@@ -110,7 +112,9 @@ class Engine:
             return []
         message = f"{lane} was closed: {reason}"
         ended = []
-        for request in closed.requests.values():
+        for request in (*closed.requests.values(), *closed.suspended.requests.values()):
+            if request.state is State.SUSPENDED:
+                self._waiting.remove(request)
             if request.is_live:
                 request.end(Event.LOST, FinishReason.ERROR, message)
                 ended.append(request)
@@ -173,12 +177,12 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None or not request.is_live:
             return []
-        waiting = request.state is State.WAITING
-        request.end(Event.ABORT, FinishReason.ABORT)
-        if waiting:
+        if request.state in (State.WAITING, State.SUSPENDED):
             self._waiting.remove(request)
+        request.end(Event.ABORT, FinishReason.ABORT)
+        if request.lane is None:
             self._forget(request)
-        elif request.lane is not None:
+        else:
             self._give_up(request, self._lanes[request.lane])
         return self._emit([end_of(request)], self._model())
 
@@ -193,6 +197,8 @@ class Engine:
             return []
         if request.lane is None or not 0 <= at_output_index < len(request.tokens):
             return []
+        if request.state is State.SUSPENDED:
+            self._waiting.remove(request)
         request.truncate(at_output_index + 1)
         request.end(Event.FINISH, FinishReason.STOP)
         self._give_up(request, self._lanes[request.lane])
@@ -200,7 +206,8 @@ class Engine:
 
     def plan(self, now: float) -> list[tuple[str, ExecutionPlan]]:
         """Place waiting requests, then the next plan of each lane that has none in flight."""
-        if any(lane.has_slot for lane in self._lanes.values()):
+        self._preemption.begin()
+        if self._settings.preemption or any(lane.has_slot for lane in self._lanes.values()):
             self._waiting.place(self._try_place)
         plans = ((lane.name, lane.next_plan(now)) for lane in self._lanes.values())
         return [(name, plan) for name, plan in plans if plan is not None]
@@ -220,8 +227,10 @@ class Engine:
             if output.finish_reason is not None:
                 source.kv.forgo(output.key)
         source.cache_prompts(plan, outputs)
+        for request in source.take_suspended(plan):
+            self._waiting.add(request)
         for key in plan.releases:
-            request = source.requests[key]
+            request = source.requests.get(key) or source.suspended.requests[key]
             source.release(request)
             self._forget(request)
         return self._emit(outputs, model)
@@ -253,6 +262,9 @@ class Engine:
             prefix_hit_tokens=self._totals.prefix_hit_tokens,
             cached_blocks=sum(lane.kv.cached_blocks for lane in lanes),
             evicted_blocks=sum(lane.kv.evicted_blocks for lane in lanes),
+            preemptions=self._totals.preemptions,
+            resumptions=self._totals.resumptions,
+            suspended=sum(lane.num_suspended for lane in self._lanes.values()),
         )
 
     def _model(self) -> ModelProfile:
@@ -262,17 +274,34 @@ class Engine:
 
     def _try_place(self, request: Request) -> bool:
         """Give a waiting request to a lane, if one has room for it now."""
-        costs = ((lane, lane.room_for(request)) for lane in self._lanes.values())
+        suspended = request.state is State.SUSPENDED
+        # A snapshot lies on the lane that took it, and nowhere else.
+        home = (lane for lane in self._lanes.values() if not suspended or lane.name == request.lane)
+        open_lanes = self._preemption.open_to(home)
+        costs = ((lane, lane.room_for(request)) for lane in open_lanes)
         rooms = [(lane, cost) for lane, cost in costs if cost is not None]
         if not rooms:
+            if self._settings.preemption:
+                self._make_room(request, open_lanes)
             return False
-        window = self._settings.affinity_window
-        lane = self._placement.choose(with_affinity(rooms, self._ledger, window))
-        lane.admit(request, self._rng.key(request.key.request_id))
+        self._preemption.drop(request.key)
+        if suspended:
+            lane = rooms[0][0]
+            lane.resume(request)
+            self._totals.resumptions += 1
+        else:
+            window = self._settings.affinity_window
+            lane = self._placement.choose(with_affinity(rooms, self._ledger, window))
+            lane.admit(request, self._rng.key(request.key.request_id))
+            self._totals.prefix_queries += lane.caches_prompts
+            self._totals.prefix_hit_tokens += request.prefilled
         self._ledger.place(request, lane.name)
-        self._totals.prefix_queries += lane.caches_prompts
-        self._totals.prefix_hit_tokens += request.prefilled
         return True
+
+    def _make_room(self, request: Request, lanes: list[Lane]) -> None:
+        lane = self._preemption.make_room(request, lanes)
+        if lane is not None:
+            self._ledger.forget(lane.name)
 
     def _could_run(self, request: Request) -> bool:
         lanes = self._lanes.values()
@@ -289,6 +318,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         del self._requests[request.key.request_id]
         self._rng.drop(request.key.request_id)
+        self._preemption.drop(request.key)
 
     def _emit(self, outputs: list[RequestOutput], model: ModelProfile) -> list[RequestOutput]:
         self._totals.count(outputs, model.max_loops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from scheduler.block_pool import BlockPool
 from scheduler.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from protocol.identity import RequestKey
     from protocol.plan import BlockTable
     from protocol.profile import WorkerProfile
@@ -114,16 +117,22 @@ class KVManager:
         blocks_per_plane = -(-num_tokens // self._block_size)
         return KVCost(self._planes, blocks_per_plane, self._cache.match(digests), digests)
 
-    def fits(self, cost: KVCost, headroom: int = 0) -> bool:
-        """Whether commit would succeed now and leave `headroom` blocks free.
+    def fits(self, cost: KVCost, headroom: int = 0, leaving: Collection[RequestKey] = ()) -> bool:
+        """Whether commit would succeed, were `leaving` gone, and leave `headroom` blocks free.
 
         Cached blocks that no request holds are free, and charged like new ones.
 
         Example: 8 free, 4 of them cached; 12 needed, those 4 among them -> 8 + 4 = 12 do not fit.
         """
         idle = self._cache.idle_within(cost.digests, cost.cached)
-        needed = cost.new_blocks + self._planes * idle
-        return needed + headroom <= self.free_blocks - self._promised
+        free = self.free_blocks - self._promised
+        if leaving:
+            gone = self._left_by(leaving)
+            shared = map(self._cache.blocks, cost.digests[: cost.cached])
+            # What a request shares with those that leave is free then, and charged like new ones.
+            idle += sum(blocks is not None and blocks[0] in gone for blocks in shared)
+            free += len(gone) + sum(self._promises.get(key, 0) for key in leaving)
+        return cost.new_blocks + self._planes * idle + headroom <= free
 
     def commit(self, key: RequestKey, cost: KVCost, first: KVCost | None = None) -> BlockTable:
         """Reserve the blocks of `cost` for `key`; the table is [planes][blocks_per_plane].
@@ -175,6 +184,10 @@ class KVManager:
         """A request that has ended grows no more: others may have what was promised to it."""
         self._promised -= self._promises.pop(key, 0)
 
+    def held(self, key: RequestKey) -> int:
+        """Blocks of a request's table and promise, shared or not."""
+        return sum(map(len, self.table(key))) + self._promises.get(key, 0)
+
     def table(self, key: RequestKey) -> BlockTable:
         """The blocks that a request holds, [planes][blocks]."""
         return self._held[key].table
@@ -224,6 +237,18 @@ class KVManager:
             cached_blocks=self._planes * len(self._cache),
             evicted_blocks=self._evicted_blocks,
         )
+
+    def _left_by(self, keys: Collection[RequestKey]) -> set[int]:
+        """The blocks that nobody but these requests holds."""
+        holders: Counter[int] = Counter()
+        for key in keys:
+            held = self._held[key]
+            holders.update(block for plane in held.table for block in plane)
+        for entry in {digest for key in keys for digest in self._held[key].digests}:
+            blocks = self._cache.blocks(entry) or ()
+            # The cache's own reference is nobody's.
+            holders.update(block for block in blocks if block in holders)
+        return {block for block, n in holders.items() if self._pool.references(block) == n}
 
     def _may_publish(self, held: _Holding) -> bool:
         index = held.published

@@ -12,9 +12,10 @@ from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
 from scheduler.states import Event, State
 from scheduler.stats import LaneStats
+from scheduler.suspended import SuspendedRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from protocol.config import SchedulerSettings
     from protocol.identity import RequestKey
@@ -31,8 +32,8 @@ class Lane:
     """One epoch of one worker. Owner: Engine. Mutated only by: Engine.
 
     `requests` are those that hold a slot and blocks here, in the order of their placement, also
-    the ended ones until the plan that carried their release is answered. One plan is in flight at
-    a time.
+    the ended ones until the plan that carried their release is answered. `suspended` ones
+    hold neither. One plan is in flight at a time.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Lane:
         self.kv = KVManager(profile)
         self.requests: dict[RequestKey, Request] = {}
         self.caches_prompts = settings.prefix_caching and profile.layout is Layout.LAST_EXITED
+        self.suspended = SuspendedRequests(profile.snapshots)
         self._limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         self._num_slots = min(
@@ -63,7 +65,17 @@ class Lane:
     @property
     def is_busy(self) -> bool:
         """Whether a plan is in flight or the worker still holds a request."""
-        return self._in_flight is not None or bool(self.requests)
+        return self.has_plan or bool(self.requests or self.suspended.requests)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan is in flight."""
+        return self._in_flight is not None
+
+    @property
+    def num_suspended(self) -> int:
+        """Suspended requests that may still go on."""
+        return sum(request.is_live for request in self.suspended.requests.values())
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks, over all planes, of a request of `num_tokens` tokens."""
@@ -75,8 +87,11 @@ class Lane:
         return len(self.requests) < self._num_slots
 
     def cost(self, request: Request) -> KVCost:
-        """What the request would cost here, and how much of its prompt is cached."""
-        cached = self.caches_prompts
+        """What the request would cost here, and how much of its prompt is cached.
+
+        A suspended one has its prompt's KV in its snapshot, and shares no block.
+        """
+        cached = self.caches_prompts and request.state is not State.SUSPENDED
         digests = request.digests.of(self.profile.block_size) if cached else ()
         return self.kv.cost(request.capacity_tokens, digests)
 
@@ -85,10 +100,17 @@ class Lane:
 
         An idle lane has no watermark, so that its largest request can start at all.
         """
-        if not self.has_slot:
+        return self.room_without(request, ())
+
+    def room_without(self, request: Request, leaving: Collection[Request]) -> KVCost | None:
+        """The same, were those of its requests gone; what it would cost then is no more."""
+        staying = len(self.requests) - len(leaving)
+        if staying >= self._num_slots:
             return None
         cost = self.cost(request)
-        return cost if self.kv.fits(cost, self._watermark if self.requests else 0) else None
+        headroom = self._watermark if staying else 0
+        fits = self.kv.fits(cost, headroom, [gone.key for gone in leaving])
+        return cost if fits else None
 
     def admit(self, request: Request, rng: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
@@ -130,16 +152,54 @@ class Lane:
         eos_ids, ignore_eos = self.profile.model.eos_ids, request.params.ignore_eos
         return tuple(sorted(ending_ids(request.stop_ids, eos_ids, ignore_eos=ignore_eos)))
 
+    def can_suspend(self, request: Request) -> bool:
+        """Whether the worker holds a live request that it could keep a snapshot of."""
+        return (
+            request.state in (State.PREFILL, State.DECODING)
+            and not self.holds_unsent(request)
+            and not self.suspended.is_waking(request.key)
+            and self.suspended.size(request) <= self.suspended.free_bytes
+        )
+
+    def suspend(self, request: Request) -> None:
+        """Have the next plan suspend a request; slot and blocks come back with its answer."""
+        request.suspend()
+        self.suspended.reserve(request)
+
+    def resume(self, request: Request) -> None:
+        """Give a suspended request a slot and all blocks; the plan of its next row resumes it.
+
+        Raises OverloadedError, and changes nothing, when the blocks are not free.
+        """
+        first = request.capacity_tokens
+        if self._grows:
+            first = request.written if request.stage is None else request.position + 1
+        tables = self.kv.commit(request.key, self.cost(request), self.kv.cost(first))
+        request.resume()
+        self.requests[request.key] = request
+        self.suspended.wake(request.key, tables)
+
+    def take_suspended(self, plan: ExecutionPlan) -> list[Request]:
+        """Slots and blocks of those that an answered plan suspended come back; who they are."""
+        requests = [self.requests[key] for key in plan.suspends]
+        suspended = [request for request in requests if request.state is State.SUSPENDED]
+        for request in suspended:
+            del self.requests[request.key]
+            self.kv.release(request.key)
+            self.suspended.keep(request)
+        return suspended
+
     def holds_unsent(self, request: Request) -> bool:
         """Whether the worker has never heard of the request."""
         return request.key in self._admissions
 
     def release(self, request: Request) -> None:
-        """Take slot and blocks of an ended request back."""
+        """Take back whatever an ended request has, slot and blocks or a snapshot."""
         request.close(Event.RELEASED)
         self._admissions.pop(request.key, None)
-        del self.requests[request.key]
-        self.kv.release(request.key)
+        self.suspended.forget(request.key)
+        if self.requests.pop(request.key, None) is not None:
+            self.kv.release(request.key)
 
     def next_plan(self, now: float) -> ExecutionPlan | None:
         """What the worker is to run next; None while a plan is in flight or there is nothing."""
@@ -147,8 +207,14 @@ class Lane:
             return None
         requests = list(self.requests.values())
         releases = tuple(r.key for r in requests if r.state is State.RELEASING)
+        suspends: tuple[RequestKey, ...] = ()
+        if self.suspended:
+            asleep = self.suspended.requests.values()
+            releases += tuple(r.key for r in asleep if r.state is State.RELEASING)
+            suspends = tuple(r.key for r in requests if r.state is State.SUSPENDING)
+            requests = [r for r in requests if r.state is not State.SUSPENDING]
         steps = plan_steps(requests, self._limits)
-        if not (releases or steps):
+        if not (releases or suspends or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
         starting = (
@@ -164,6 +230,8 @@ class Lane:
             admits=tuple(self._admissions.pop(key) for key in starting),
             grants=tuple(self._grants(steps)) if self._grows else (),
             steps=steps,
+            suspends=suspends,
+            resumes=self.suspended.send(key for step in steps for key in step.keys),
         )
         self._planned_at = now
         return self._in_flight
@@ -208,11 +276,12 @@ class Lane:
     def stats(self, load: int) -> LaneStats:
         """The lane now; `load` is what the ledger says of it."""
         running = sum(request.is_live for request in self.requests.values())
+        held = len(self.requests) + len(self.suspended.requests)
         return LaneStats(
             name=self.name,
             epoch=self.epoch,
             running=running,
-            releasing=len(self.requests) - running,
+            releasing=held - running - self.num_suspended,
             free_slots=self._num_slots - len(self.requests),
             kv=self.kv.stats(),
             load=load,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from scheduler.states import State
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,15 +15,18 @@ if TYPE_CHECKING:
     from scheduler.request import Request
 
 
+_OFF_SLOT = (State.SUSPENDING, State.SUSPENDED)
+
+
 def loop_debt(request: Request) -> int:
-    """Loops that a request is still expected to cost; 0 once it has ended.
+    """Loops that a request is still expected to cost; 0 once it has ended, or while suspended.
 
     The expected loops of a token are the mean exit depth of its outputs so far, rounded up,
     without the first, which is always at full depth; before there is any, the maximum.
 
     Example: max_tokens 10, exit depths 4, 2, 3 -> ceil(5 / 2) * 7 = 21 less the loops done.
     """
-    if not request.is_live:
+    if not request.is_live or request.state in _OFF_SLOT:
         return 0
     count = len(request.tokens)
     expected = -(-request.later_loops // (count - 1)) if count > 1 else request.max_loops

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class WaitingQueue:
-    """Requests without a lane, next one first. Owner: Engine. Mutated only by: its methods.
+    """Requests without a slot, next one first. Owner: Engine. Mutated only by: its methods.
 
     Policy "fcfs" keeps the order of arrival; "priority" puts lower `SamplingParams.priority` first
     and keeps the order of arrival among equals.
@@ -37,7 +37,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Queue a request behind all that come before it."""
         if self._by_priority:
-            insort_right(self._requests, request, key=lambda waiting: waiting.params.priority)
+            insort_right(self._requests, request, key=order_of)
         else:
             self._requests.append(request)
 
@@ -67,3 +67,8 @@ class WaitingQueue:
                 return
             else:
                 passed.append(request)
+
+
+def order_of(request: Request) -> tuple[int, int]:
+    """The place of a request by (priority, arrival): a suspended one keeps its own."""
+    return request.params.priority, request.key.generation

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Looked up once: every row of every result asks.
 _RECURRENT, _CODA = Stage.RECURRENT, Stage.CODA
 _NOW, _NEXT = Exit.NOW, Exit.NEXT
-_LIVE = (State.DECODING, State.PREFILL, State.WAITING)
+_LIVE = (State.DECODING, State.PREFILL, State.WAITING, State.SUSPENDED, State.SUSPENDING)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +127,24 @@ class Request:
         self._to(Event.PLACE)
         self.lane = lane
         self.prefilled = prefilled
+
+    @property
+    def written(self) -> int:
+        """Tokens [0, written) have KV on the worker, once no row of it is in flight."""
+        return self.prefilled if self.stage is None else self.position + (self.loops_done > 0)
+
+    def suspend(self) -> None:
+        """It has to leave its lane's slot and blocks; no row of it is in flight."""
+        self._to(Event.SUSPEND)
+
+    def keep(self) -> None:
+        """Its worker holds a snapshot of it: it waits to go on, as if nobody had passed it."""
+        self._to(Event.SNAPSHOT)
+        self.bypasses = 0
+
+    def resume(self) -> None:
+        """Its lane takes it back, exactly where it stood."""
+        self._to(Event.PLACE if self.stage is None else Event.RESUME)
 
     def prefill_to(self, end: int) -> None:
         """Prompt tokens [0, end) are through every depth; the last one waits for its CODA."""

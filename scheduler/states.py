@@ -21,6 +21,8 @@ class State(Enum):
     WAITING    queued; holds no slot and no block
     PREFILL    placed on a lane; its prompt is being run
     DECODING   its prompt is through; its Stage says what it needs next
+    SUSPENDING the plan in flight takes it off its slot and blocks, which are used until the answer
+    SUSPENDED  queued again; its lane alone holds a snapshot of it, but no slot and no block
     RELEASING  it has ended; slot and blocks are used until its release is acknowledged
     FINISHED   it holds nothing, and its id is free
     """
@@ -28,6 +30,8 @@ class State(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODING = "decoding"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
     RELEASING = "releasing"
     FINISHED = "finished"
 
@@ -35,8 +39,11 @@ class State(Enum):
 class Event(Enum):
     """What happens to a request.
 
-    PLACE     a lane has room and takes it
+    PLACE     a lane has room and takes it, or takes it back with its prompt not through
+    RESUME    its lane has room and takes it back where it was DECODING
     PROMPT    the last prompt token is through every depth
+    SUSPEND   it has to make room for a request of higher priority
+    SNAPSHOT  its worker keeps a snapshot of it, and nothing else
     FINISH    a stop token, the last token allowed, or an end that only its text told
     FAIL      the worker could not run it
     ABORT     its user gave it up
@@ -45,7 +52,10 @@ class Event(Enum):
     """
 
     PLACE = "place"
+    RESUME = "resume"
     PROMPT = "prompt"
+    SUSPEND = "suspend"
+    SNAPSHOT = "snapshot"
     FINISH = "finish"
     FAIL = "fail"
     ABORT = "abort"
@@ -58,13 +68,25 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WAITING, Event.ABORT): State.FINISHED,
     (State.WAITING, Event.LOST): State.FINISHED,
     (State.PREFILL, Event.PROMPT): State.DECODING,
+    (State.PREFILL, Event.SUSPEND): State.SUSPENDING,
     (State.PREFILL, Event.FAIL): State.RELEASING,
     (State.PREFILL, Event.ABORT): State.RELEASING,
     (State.PREFILL, Event.LOST): State.FINISHED,
+    (State.DECODING, Event.SUSPEND): State.SUSPENDING,
     (State.DECODING, Event.FINISH): State.RELEASING,
     (State.DECODING, Event.FAIL): State.RELEASING,
     (State.DECODING, Event.ABORT): State.RELEASING,
     (State.DECODING, Event.LOST): State.FINISHED,
+    (State.SUSPENDING, Event.SNAPSHOT): State.SUSPENDED,
+    (State.SUSPENDING, Event.FINISH): State.RELEASING,
+    (State.SUSPENDING, Event.FAIL): State.RELEASING,
+    (State.SUSPENDING, Event.ABORT): State.RELEASING,
+    (State.SUSPENDING, Event.LOST): State.FINISHED,
+    (State.SUSPENDED, Event.PLACE): State.PREFILL,
+    (State.SUSPENDED, Event.RESUME): State.DECODING,
+    (State.SUSPENDED, Event.FINISH): State.RELEASING,
+    (State.SUSPENDED, Event.ABORT): State.RELEASING,
+    (State.SUSPENDED, Event.LOST): State.FINISHED,
     (State.RELEASING, Event.ABORT): State.RELEASING,
     (State.RELEASING, Event.RELEASED): State.FINISHED,
     (State.RELEASING, Event.LOST): State.FINISHED,

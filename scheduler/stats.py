@@ -45,6 +45,8 @@ class EngineStats:
     last result. `prefix_queries` counts the placements that asked for a cached prefix, and
     `prefix_hit_tokens` the prompt tokens that were found and not run again; `cached_blocks` and
     `evicted_blocks` are those of the open lanes.
+    last result. `suspended` requests are among those waiting; `preemptions` counts the snapshots
+    taken, `resumptions` the requests that were given a slot again.
     """
 
     waiting: int
@@ -66,6 +68,9 @@ class EngineStats:
     prefix_hit_tokens: int
     cached_blocks: int
     evicted_blocks: int
+    preemptions: int
+    resumptions: int
+    suspended: int
 
 
 @dataclass(slots=True)
@@ -78,6 +83,8 @@ class Totals:
     stale_results: int = 0
     stale_rows: int = 0
     discarded_rows: int = 0
+    preemptions: int = 0
+    resumptions: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0

@@ -10,6 +10,7 @@ from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.profile import ModelProfile, WorkerProfile
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor
+from protocol.snapshot import NO_SNAPSHOTS, SnapshotRoom
 from scheduler.engine import Engine
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def make_profile(
     block_size: int = 4,
     layout: Layout = Layout.LAST_EXITED,
     max_step_tokens: int = 32,
+    snapshots: SnapshotRoom = NO_SNAPSHOTS,
 ) -> WorkerProfile:
     """A small CPU worker."""
     model = model or make_model()
@@ -52,6 +54,7 @@ def make_profile(
         layout.planes(model.max_loops),
         max_step_tokens,
         layout,
+        snapshots,
     )
 
 
@@ -171,11 +174,13 @@ class Bench:
 
 
 def trace(plan: ExecutionPlan) -> str:
-    """A plan as text: `-id` release, `+id` admission, then the steps.
+    """A plan as text: `-id` release, `~id` suspend, `^id` resume, `+id` admission, then the steps.
 
     PREFILL a[0:4), PRELUDE a@5, LOOP a@5d0 (0-based depth), CODA a@5x2#1 (exit depth, output).
     """
     parts = [f"-{key.request_id}" for key in plan.releases]
+    parts += [f"~{key.request_id}" for key in plan.suspends]
+    parts += [f"^{item.key.request_id}" for item in plan.resumes]
     parts += [f"+{item.key.request_id}" for item in plan.admits]
     return " | ".join(parts + [_step(step) for step in plan.steps])
 

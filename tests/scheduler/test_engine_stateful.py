@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, ExecutionPlan
+    from protocol.plan import Admission, ExecutionPlan, Resume
+    from protocol.profile import WorkerProfile
     from protocol.result import PlanResult, StepResult
 
 MODEL = make_model()
@@ -103,13 +104,30 @@ class Storage:
     admitted: dict[RequestKey, Admission] = field(default_factory=dict)
     cells: dict[tuple[int, int], object] = field(default_factory=dict)
     prefilled: dict[RequestKey, int] = field(default_factory=dict)
+    asleep: dict[RequestKey, tuple[Admission, int]] = field(default_factory=dict)
 
     def drop(self, keys: Iterable[RequestKey]) -> None:
         for key in keys:
-            del self.admitted[key], self.prefilled[key]
+            if self.asleep.pop(key, None) is None:
+                del self.admitted[key], self.prefilled[key]
+
+    def suspend(self, keys: Iterable[RequestKey]) -> None:
+        for key in keys:
+            self.asleep[key] = self.admitted.pop(key), self.prefilled.pop(key)
+
+    def resume(self, resume: Resume, life: Life) -> None:
+        item, prefilled = self.asleep.pop(resume.key)
+        self.admitted[resume.key] = replace(item, tables=resume.tables)
+        self.prefilled[resume.key] = prefilled
+        for position in range(prefilled):
+            for table in resume.tables:
+                block = table[position // self.block_size]
+                self.cells[block, position % self.block_size] = known(life, position)
 
     def run(self, plan: ExecutionPlan, lives: Mapping[RequestKey, Life]) -> None:
         """Take the plan's admissions and writes, and check what it may read and write."""
+        for resume in plan.resumes:
+            self.resume(resume, lives[resume.key])
         for item in plan.admits:
             self.admitted[item.key] = item
             self.prefilled[item.key] = item.prefilled
@@ -167,6 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
     """An engine over two scripted workers, and a world that is not kind to it."""
 
     scheduler: ClassVar[dict[str, object]] = {}
+    profiles: ClassVar[dict[str, WorkerProfile]] = PROFILES
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,16 +202,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.executors: dict[str, ScriptedExecutor] = {}
         self.flying: dict[str, PlanResult] = {}
         self.releasing: dict[str, tuple[RequestKey, ...]] = {}
+        self.suspending: dict[str, tuple[RequestKey, ...]] = {}
         self.storage: dict[str, Storage] = {}
         self.old: list[tuple[str, PlanResult]] = []
-        for lane in PROFILES:
+        for lane in self.profiles:
             self.open(lane)
 
     def open(self, lane: str) -> None:
         self.epoch += 1
-        self.executors[lane] = ScriptedExecutor(PROFILES[lane], self.epoch)
-        self.engine.add_lane(lane, self.epoch, PROFILES[lane])
-        self.storage[lane] = Storage(PROFILES[lane].block_size)
+        profile = self.profiles[lane]
+        self.executors[lane] = ScriptedExecutor(profile, self.epoch)
+        self.engine.add_lane(lane, self.epoch, profile)
+        self.storage[lane] = Storage(profile.block_size)
 
     def see(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -270,13 +291,27 @@ class EngineMachine(RuleBasedStateMachine):
         self.now += 1.0
         for lane, plan in self.engine.plan(self.now):
             assert lane not in self.flying, "two plans in flight"
-            assert set(plan.releases) <= set(self.storage[lane].admitted)
-            self.storage[lane].run(plan, self.lives)
+            storage = self.storage[lane]
+            assert set(plan.releases) <= {*storage.admitted, *storage.asleep}
+            assert set(plan.suspends) <= set(storage.admitted)
+            self.check_victims(plan.suspends)
+            storage.run(plan, self.lives)
             self.releasing[lane] = plan.releases
+            self.suspending[lane] = plan.suspends
             submission = self.executors[lane].submit(plan)
             self.flying[lane] = submission.collect(0.0)
             assert self.flying[lane].failed == (), "the worker refused a row"
+            assert self.flying[lane].lost == (), "no room for a snapshot"
             submission.retire()
+
+    def check_victims(self, victims: tuple[RequestKey, ...]) -> None:
+        """Somebody of strictly higher priority waits, and none of them has ended."""
+        placed = {key for storage in self.storage.values() for key in storage.admitted}
+        waiting = [v for k, v in self.lives.items() if v.reason is None and k not in placed]
+        for key in victims:
+            assert self.lives[key].reason is None
+            priority = self.lives[key].params.priority
+            assert any(life.params.priority < priority for life in waiting)
 
     @rule(plans=st.integers(1, 8))
     def go_on(self, plans: int) -> None:
@@ -296,6 +331,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.old.append((lane, self.flying.pop(lane)))
         self.see(self.engine.apply(lane, result, self.now))
         self.storage[lane].drop(self.releasing.pop(lane))
+        suspended = self.suspending.pop(lane)
+        self.storage[lane].suspend(key for key in suspended if self.lives[key].reason is None)
 
     @precondition(lambda self: any(result.steps for result in self.flying.values()))
     @rule(data=st.data())
@@ -327,12 +364,12 @@ class EngineMachine(RuleBasedStateMachine):
         del self.storage[lane]
         if lane in self.flying:
             self.old.append((lane, self.flying.pop(lane)))
-            del self.releasing[lane]
+            del self.releasing[lane], self.suspending[lane]
 
-    @precondition(lambda self: len(self.engine.lanes) < len(PROFILES))
+    @precondition(lambda self: len(self.engine.lanes) < len(self.profiles))
     @rule()
     def reopen(self) -> None:
-        self.open(next(lane for lane in PROFILES if lane not in self.engine.lanes))
+        self.open(next(lane for lane in self.profiles if lane not in self.engine.lanes))
 
     @invariant()
     def blocks_are_conserved_and_shared_by_equal_prompts_alone(self) -> None:
@@ -373,6 +410,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert live == stats.waiting + stats.running
         assert stats.rng_keys == live + stats.releasing
         assert stats.prefix_hit_tokens <= sum(len(life.prompt) for life in self.lives.values())
+        assert stats.suspended <= min(stats.waiting, stats.preemptions)
         assert stats.tokens == sum(life.count for life in self.lives.values())
         assert sum(stats.finished.values()) == len(self.lives) - live
 
@@ -387,6 +425,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(life.reason is not None for life in self.lives.values())
         for lane in self.engine.lanes:
             assert self.executors[lane].held_keys() == ()
+            assert self.executors[lane].suspended_keys() == ()
         self.blocks_are_conserved_and_shared_by_equal_prompts_alone()
         self.counts_agree()
 
