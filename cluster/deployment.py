@@ -138,10 +138,10 @@ class Ingress:
         return self._model.max_loops if self._model is not None else 0
 
     def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, *, tenant: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request; see http_api.CompletionService."""
-        return self._client.generate(prompt, params)
+        return self._client.generate(prompt, params, tenant=tenant)
 
     async def finish(self, request_id: str, at_output_index: int) -> None:
         """End a request whose text is complete; see http_api.CompletionService."""

@@ -8,6 +8,7 @@ the client to go away; then the generation is closed, which aborts it in the eng
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -82,10 +83,11 @@ class CompletionService(Protocol):
         """None when a request would run now, else why not."""
 
     def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, *, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request, in order, up to the one with a finish reason.
 
+        Only requests of one `tenant` share cached prompts.
         The seed in `params` is resolved. Closing the generator, or cancelling whoever waits for
         it, aborts the request. Raises RequestError, OverloadedError and other LoopmeshErrors
         before the first output when the request is not admitted.
@@ -146,6 +148,7 @@ class _Call:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    tenant: str
     response_id: str
     created: int
 
@@ -180,7 +183,7 @@ class CompletionRoute:
             _require_json(request)
             with self._room():
                 async with asyncio.timeout(self._service.limits.request_timeout) as clock:
-                    call = self._check(await self._read(request))
+                    call = self._check(await self._read(request), tenant_of(request))
                     await while_connected(request, self._answer(call, reply))
         except (ClientGoneError, ClientDisconnect):
             logger.info("a client went away before its answer was complete")
@@ -214,7 +217,7 @@ class CompletionRoute:
                 raise body_too_large(limit)
         return bytes(body)
 
-    def _check(self, raw: bytes) -> _Call:
+    def _check(self, raw: bytes, tenant: str) -> _Call:
         service = self._service
         body = CompletionRequest.model_validate_json(raw)
         if body.model != service.model_name:
@@ -232,6 +235,7 @@ class CompletionRoute:
             prompt=prompt,
             params=params.model_copy(update={"seed": seed}),
             seed=seed,
+            tenant=tenant,
             response_id=f"cmpl-{uuid.uuid4().hex}",
             created=int(time.time()),
         )
@@ -245,7 +249,8 @@ class CompletionRoute:
             seed=call.seed,
             stop=call.body.stop,
         )
-        async with aclosing(self._service.generate(call.prompt, call.params)) as outputs:
+        generation = self._service.generate(call.prompt, call.params, tenant=call.tenant)
+        async with aclosing(generation) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
                 if call.body.stream:
@@ -273,6 +278,15 @@ class CompletionRoute:
             await reply.event(last.to_json())
         await reply.event("[DONE]")
         await reply.end()
+
+
+def tenant_of(request: Request) -> str:
+    """Whose cached prompts a request may find: those sent with the same credentials.
+
+    A digest, so that no key travels further than here; requests without credentials share one.
+    """
+    credentials = request.headers.get("authorization", "")
+    return hashlib.sha256(credentials.encode()).hexdigest() if credentials else ""
 
 
 def _require_json(request: Request) -> None:

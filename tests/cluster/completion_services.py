@@ -67,6 +67,7 @@ class PlayedService:
         self.closed = 0
         self.finished: list[tuple[str, int]] = []
         self.calls: list[tuple[list[int], SamplingParams]] = []
+        self.tenants: list[str] = []
         self.reason: str | None = None
         self._script = script
 
@@ -74,9 +75,10 @@ class PlayedService:
         return self.reason
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, *, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
         self.calls.append((prompt, params))
+        self.tenants.append(tenant)
         try:
             for item in self._script:
                 if isinstance(item, Exception):
@@ -112,12 +114,12 @@ class EngineService:
         return self.driver.progress.error
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams
+        self, prompt: list[int], params: SamplingParams, *, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
         request_id = str(next(self._ids))
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         assert params.seed is not None
-        self.driver.add(request_id, prompt, params, params.seed)
+        self.driver.add(request_id, prompt, params, params.seed, tenant=tenant)
         self._queues[request_id] = queue
         self.admitted.set()
         finished = False

@@ -60,6 +60,24 @@ def test_a_whole_answer() -> None:
     assert service.closed == 1
 
 
+def test_only_the_same_credentials_share_cached_prompts() -> None:
+    service = PlayedService(*WHOLE)
+    body = {"model": "played", "prompt": "Once"}
+
+    async def ask() -> None:
+        async with client_of(service) as client:
+            for key in (None, "Bearer one", "Bearer one", "Bearer two"):
+                headers = {} if key is None else {"authorization": key}
+                await client.post("/v1/completions", json=body, headers=headers)
+
+    asyncio.run(ask())
+    nobody, one, again, two = service.tenants
+    assert nobody == ""
+    assert one == again
+    assert len({nobody, one, two}) == 3
+    assert "one" not in one
+
+
 def test_a_stream_has_one_event_an_output() -> None:
     answer = events(asyncio.run(post(PlayedService(*WHOLE), stream=True)))
     assert answer.pop() == "[DONE]"
