@@ -38,7 +38,7 @@ A = RequestKey("a", 1)
 WORKER = WorkerSettings(
     cache=CacheSettings(block_size=4, num_blocks=64), device="cpu", num_slots=4, num_threads=1
 )
-CLUSTER = ClusterSettings(beat_interval=0.05, silence_timeout=1.0, shutdown_timeout=5.0)
+CLUSTER = ClusterSettings(beat_interval=0.05, silence_timeout=15.0, shutdown_timeout=5.0)
 
 
 class Peer:
@@ -282,11 +282,10 @@ def test_a_frozen_process_is_given_up_after_the_silence_timeout(
     process: tuple[subprocess.Popen[str], str],
 ) -> None:
     child, address = process
-    executor = connect(address, 1)
+    executor = connect(address, 1, CLUSTER.model_copy(update={"silence_timeout": 1.0}))
     child.send_signal(signal.SIGSTOP)
-    submission = executor.submit(ExecutionPlan(1, 1))
     with pytest.raises(WorkerLostError, match="silent for"):
-        submission.collect(TIMEOUT)
+        executor.submit(ExecutionPlan(1, 1)).collect(TIMEOUT)
     child.send_signal(signal.SIGCONT)
     executor.shutdown(TIMEOUT)
     with pytest.raises(ExecutorClosedError):
