@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from math import inf
 from typing import TYPE_CHECKING
 
 from protocol.errors import (
@@ -35,12 +36,40 @@ LANE_ERRORS = (DeadlineError, WorkerLostError, ExecutorClosedError, ProtocolErro
 """What an executor may raise: it costs its own lane, and no other."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    """A submission in flight, and the monotonic time at which its patience ends."""
+class _Flight:
+    """One lane's submissions in flight, oldest first. Owner: LaneDriver, which alone mutates it.
 
-    submission: Submission
-    deadline: float
+    Only the first has a deadline, a monotonic time: those behind it wait for it.
+    """
+
+    def __init__(self, plan_timeout: float) -> None:
+        self._timeout = plan_timeout
+        self._submissions: deque[Submission] = deque()
+        self.deadline = inf
+
+    def __bool__(self) -> bool:
+        return bool(self._submissions)
+
+    @property
+    def first(self) -> Submission:
+        return self._submissions[0]
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._submissions) and self.first.ready()
+
+    def add(self, submission: Submission) -> None:
+        self._submissions.append(submission)
+        if len(self._submissions) == 1:
+            self._start()
+
+    def retire(self) -> None:
+        """The first is done with."""
+        self._submissions.popleft().retire()
+        self._start()
+
+    def _start(self) -> None:
+        self.deadline = time.monotonic() + self._timeout if self._submissions else inf
 
 
 class LaneDriver:
@@ -69,7 +98,7 @@ class LaneDriver:
         self._plan_timeout = plan_timeout
         self._wake = wake
         self._emit = emit
-        self._tickets: dict[str, _Ticket] = {}
+        self._flights = {lane: _Flight(plan_timeout) for lane in executors}
         self._shutdowns: list[threading.Thread] = []
 
     def close_lost(self) -> None:
@@ -80,45 +109,49 @@ class LaneDriver:
     def submit_plans(self) -> None:
         """Submit what the engine plans now; a lane that refuses its plan is closed."""
         for lane, plan in self._engine.plan(time.monotonic()):
+            if lane not in self._executors:  # it refused the plan before this one
+                continue
             try:
                 submission = self._executors[lane].submit(plan)
             except LANE_ERRORS as error:
                 self.close_lane(lane, _reason(error))
             else:
-                self._tickets[lane] = _Ticket(submission, time.monotonic() + self._plan_timeout)
+                self._flights[lane].add(submission)
                 submission.add_done_callback(self._wake)
 
     def is_waiting(self) -> bool:
         """Whether something is in flight and there is nothing to do about any of it yet."""
-        ready = (ticket.submission.ready() for ticket in self._tickets.values())
-        return bool(self._tickets) and not any(ready) and not any(self._troubles())
+        flights = self._flights.values()
+        nothing_ready = any(flights) and not any(flight.ready for flight in flights)
+        return nothing_ready and not any(self._troubles())
 
     def patience(self) -> float:
         """Seconds until the driver must look again, whatever has happened."""
-        deadlines = [ticket.deadline for ticket in self._tickets.values()]
-        left = min(deadlines, default=float("inf")) - time.monotonic()
+        deadlines = [flight.deadline for flight in self._flights.values()]
+        left = min(deadlines, default=inf) - time.monotonic()
         return min(max(left, 0.0), LOST_CHECK_INTERVAL)
 
     def collect(self) -> None:
         """Collect, retire and apply every result that is ready, in the order of the lanes."""
         for lane in self._engine.lanes:
-            ticket = self._tickets.get(lane)
-            if ticket is None or not ticket.submission.ready():
-                continue
-            try:
-                result = ticket.submission.collect(timeout=0.0)
-            except LANE_ERRORS as error:
-                self.close_lane(lane, _reason(error))
-                continue
-            del self._tickets[lane]
-            ticket.submission.retire()
+            while lane in self._flights and self._flights[lane].ready:
+                self._collect_first(lane)
+
+    def _collect_first(self, lane: str) -> None:
+        flight = self._flights[lane]
+        try:
+            result = flight.first.collect(timeout=0.0)
+        except LANE_ERRORS as error:
+            self.close_lane(lane, _reason(error))
+        else:
+            flight.retire()
             self._emit(self._engine.apply(lane, result, time.monotonic()))
 
     def close_lane(self, lane: str, reason: str, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """End the lane's requests and shut its executor down, without waiting for it."""
-        ticket = self._tickets.pop(lane, None)
-        if ticket is not None:
-            ticket.submission.retire()
+        flight = self._flights.pop(lane, None)
+        while flight:
+            flight.retire()
         executor = self._executors.pop(lane, None)
         if executor is not None:
             self._shut_down(lane, executor, timeout)
@@ -142,11 +175,11 @@ class LaneDriver:
         now = time.monotonic()
         for lane, executor in self._executors.items():
             lost = executor.lost()
-            ticket = self._tickets.get(lane)
+            flight = self._flights[lane]
             if lost is not None:
                 yield lane, lost
-            elif ticket is not None and now >= ticket.deadline and not ticket.submission.ready():
-                plan = f"plan {ticket.submission.seq}"
+            elif now >= flight.deadline and not flight.ready:
+                plan = f"plan {flight.first.seq}"
                 yield lane, f"no answer to {plan} within {self._plan_timeout:g} s"
 
     def _shut_down(self, lane: str, executor: Executor, timeout: float) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
+from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.layout import Layout
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -114,6 +115,10 @@ class SchedulerSettings(Settings):
     of debt a worker may carry above the least loaded one and still be preferred for what it has
     cached, whatever the placement.
 
+    `plans_in_flight` is how many plans a worker may have at once. A second one is only made while
+    every token knows what is next without the answer to the first: with "ouro_delayed", forced
+    depths, no early exit, or in the prompt.
+
     `preemption` lets the first of the queue take the room of running requests of lower priority,
     which are suspended and go on later; it needs policy "priority".
     """
@@ -135,6 +140,7 @@ class SchedulerSettings(Settings):
     prefix_caching: Annotated[bool, Field(strict=True)] = True
     affinity_window: Annotated[int, Field(strict=True, ge=0)] = 256
     preemption: bool = False
+    plans_in_flight: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS_IN_FLIGHT)] = 1
 
     @model_validator(mode="after")
     def _check(self) -> Self:

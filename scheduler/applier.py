@@ -1,4 +1,4 @@
-"""The applier: turns one plan's result into progress of requests and ordered outputs."""
+"""The applier: turns one plan's result into signals heard and outputs in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from protocol.exit_rule import FinishReason, finish_reason
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
 from scheduler.output import output_since
-from scheduler.request import Request
 from scheduler.states import Event, State
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from protocol.profile import ModelProfile
     from protocol.result import PlanResult, StepResult, TokenLogprobs
     from scheduler.output import RequestOutput
+    from scheduler.request import Request
     from scheduler.stats import Totals
 
 Place: TypeAlias = tuple[int, ...]
@@ -72,12 +72,12 @@ class ResultApplier:
         self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
     ) -> None:
         if answer is not None and self._answers_every_row(step, answer):
-            advance, values = self._advance(answer)
+            take, values = self._taking(step, answer)
             for request, value in zip(map(self._requests.get, answer.keys), values, strict=True):
                 if request is None or not request.is_live:
                     self._totals.discarded_rows += 1
                 else:
-                    advance(request, value)
+                    take(request, value)
         else:
             self._apply_rows(step, answer, messages)
 
@@ -95,6 +95,7 @@ class ResultApplier:
 
     def _apply_due(self, step: Step, answer: StepResult, due: dict[RequestKey, Place]) -> None:
         """Apply the rows that are due, and take them out of `due`."""
+        take, values = self._taking(step, answer)
         for row, (key, place) in enumerate(_answered(step, answer)):
             if due.get(key) != place:
                 self._totals.stale_rows += 1
@@ -106,8 +107,7 @@ class ResultApplier:
                 self._totals.stale_rows += 1
                 continue
             else:
-                advance, values = self._advance(answer)
-                advance(request, values[row])
+                take(request, values[row])
             del due[key]
 
     def _answers_every_row(self, step: Step, answer: StepResult) -> bool:
@@ -145,22 +145,25 @@ class ResultApplier:
         is_full = len(told.top_ids) == min(asked, vocab_size)
         return is_full and all(token < vocab_size for token in told.top_ids)
 
-    def _advance(self, answer: StepResult) -> tuple[Callable[[Request, Any], None], Sequence[Any]]:
-        """What moves a request on by a row of this answer, and with which value of each row."""
-        match answer:
-            case RecurrentResult(_, _, _, survivals):
-                return Request.loop, survivals
-            case CodaResult(_, _, tokens, logprobs):
-                return self._append, tuple(zip(tokens, logprobs or repeat(None), strict=False))
-            case PreludeResult(_, positions):
-                return _embed, positions
-            case PrefillResult(_, ends):
-                return Request.prefill_to, ends
+    def _taking(
+        self, step: Step, answer: StepResult
+    ) -> tuple[Callable[[Request, Any], None], Sequence[Any]]:
+        """What a request takes from a row of this answer, and the value of each row."""
+        match step, answer:
+            case RecurrentBatch(), RecurrentResult(_, positions, depths, survivals):
+                return _hear, tuple(zip(positions, depths, survivals, strict=True))
+            case CodaBatch(planned, _, exit_depths, _), CodaResult(keys, _, tokens, logprobs):
+                depth_of = dict(zip(planned, exit_depths, strict=True))
+                exits = (depth_of.get(key, 0) for key in keys)
+                rows = zip(tokens, exits, logprobs or repeat(None), strict=False)
+                return self._append, tuple(rows)
+            case _:
+                return _nothing, answer.keys
 
-    def _append(self, request: Request, output: tuple[int, TokenLogprobs | None]) -> None:
-        token, logprobs = output
+    def _append(self, request: Request, output: tuple[int, int, TokenLogprobs | None]) -> None:
+        token, exit_depth, logprobs = output
         self._starts.setdefault(request.key, len(request.tokens))
-        request.append(token, logprobs)
+        request.append(token, exit_depth, logprobs)
         reason = finish_reason(
             token,
             len(request.tokens),
@@ -193,8 +196,13 @@ class ResultApplier:
             request.end(Event.FAIL, FinishReason.ERROR, message)
 
 
-def _embed(request: Request, _position: int) -> None:
-    request.embed()
+def _hear(request: Request, signal: tuple[int, int, float]) -> None:
+    position, depth, survival = signal
+    request.hear(position, depth + 1, survival)
+
+
+def _nothing(_request: Request, _key: RequestKey) -> None:
+    """The row has run; that it was planned has moved the request on already."""
 
 
 def _planned(step: Step) -> dict[RequestKey, Place]:

@@ -205,15 +205,18 @@ class Engine:
         return self._emit([end_of(request)], self._model())
 
     def plan(self, now: float) -> list[tuple[str, ExecutionPlan]]:
-        """Place waiting requests, then the next plan of each lane that has none in flight."""
+        """Place waiting requests, then the next plans of each lane, in the order of submission."""
         self._preemption.begin()
         if self._settings.preemption or any(lane.has_slot for lane in self._lanes.values()):
             self._waiting.place(self._try_place)
-        plans = ((lane.name, lane.next_plan(now)) for lane in self._lanes.values())
-        return [(name, plan) for name, plan in plans if plan is not None]
+        plans = []
+        for lane in self._lanes.values():
+            while (plan := lane.next_plan(now)) is not None:
+                plans.append((lane.name, plan))
+        return plans
 
     def apply(self, lane: str, result: PlanResult, now: float) -> list[RequestOutput]:
-        """Apply a result; one that answers no plan in flight is counted and dropped."""
+        """Apply a result; any but that of a lane's first plan in flight is counted and dropped."""
         source = self._lanes.get(lane)
         plan = source.take_plan(result) if source is not None else None
         if source is None or plan is None:
@@ -226,7 +229,7 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 source.kv.forgo(output.key)
-        source.cache_prompts(plan, outputs)
+        source.cache_prompts(plan, result, outputs)
         for request in source.take_suspended(plan):
             self._waiting.add(request)
         for key in plan.releases:

@@ -1,16 +1,16 @@
-"""Exit policies: after which loop a token leaves, told from what the loop returned.
+"""Exit policies: which loop's signal says whether a token leaves, and what it says.
 
-A policy is immutable and keeps nothing between loops; the one thing that a request remembers is
-that it leaves after the next loop. What a loop is compared with stands in protocol/exit_rule.py.
+A policy is immutable and keeps nothing between loops. Because it says beforehand which signal it
+needs, a loop can be planned before the signals of earlier ones are read, as far as the policy
+allows, and never one too many. What a signal is compared with stands in protocol/exit_rule.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.exit_rule import exits, survival_bound
+from protocol.exit_rule import NEVER, exits, survival_bound
 
 if TYPE_CHECKING:
     from protocol.config import ExitPolicyName
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
     from protocol.sampling import SamplingParams
 
 
-class Exit(Enum):
-    """What becomes of a token after a loop: it goes on, leaves after the next one, or leaves."""
+STAYS = 0
+"""Answer of `awaits`: another loop follows, whatever any signal says."""
 
-    STAY = "stay"
-    NEXT = "next"
-    NOW = "now"
-
-
-# Looked up once: every loop of every row asks.
-_STAY, _NOW = Exit.STAY, Exit.NOW
+LEAVES = -1
+"""Answer of `awaits`: the token leaves, whatever any signal says."""
 
 
 class ExitPolicy(Protocol):
-    """Decides for one request."""
+    """Decides for one request. Loops are counted from 1."""
 
-    def decide(self, output_index: int, loops: int, survival: float) -> Exit:
-        """After `loops` loops (1-based) of the token that gives this output, with this survival."""
+    def awaits(self, output_index: int, loops: int) -> int:
+        """The loop whose signal says whether this output's token leaves after `loops` loops.
+
+        STAYS or LEAVES when no signal is needed.
+        """
+
+    def fires(self, loops: int, survival: float) -> bool:
+        """Whether the signal of a loop says that the token leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +46,41 @@ class Ouro:
     max_loops: int
     bound: float
 
-    def decide(self, output_index: int, loops: int, survival: float) -> Exit:
-        """Example: bound 0.5, min_loops 2, survivals 0.7, 0.49 -> STAY, NOW."""
-        leaves = exits(
+    def awaits(self, output_index: int, loops: int) -> int:
+        """Example: min_loops 2, max_loops 4 -> STAYS, 2, 3, LEAVES after loops 1 to 4."""
+        if loops >= self.max_loops:
+            return LEAVES
+        return STAYS if loops < self.min_loops or self.bound == NEVER else loops
+
+    def fires(self, loops: int, survival: float) -> bool:
+        """Example: bound 0.5, min_loops 2, survivals 0.7, 0.49 -> only the second."""
+        return exits(
             loops,
             survival,
             min_loops=self.min_loops,
             max_loops=self.max_loops,
             bound=self.bound,
         )
-        return _NOW if leaves else _STAY
 
 
 @dataclass(frozen=True, slots=True)
 class OuroDelayed:
     """Leave one loop after the one whose survival reaches the bound, or after max_loops.
 
-    The loop that follows can be submitted before its predecessor's survival is read.
+    The loop that follows can be planned before its predecessor's survival is read.
     """
 
     rule: Ouro
 
-    def decide(self, output_index: int, loops: int, survival: float) -> Exit:
-        """Example: bound 0.5, min_loops 2, survivals 0.7, 0.49 -> STAY, NEXT."""
+    def awaits(self, output_index: int, loops: int) -> int:
+        """Example: min_loops 2, max_loops 4 -> STAYS, STAYS, 2, LEAVES after loops 1 to 4."""
         if loops >= self.rule.max_loops:
-            return Exit.NOW
-        crosses = self.rule.decide(output_index, loops, survival) is Exit.NOW
-        return Exit.NEXT if crosses else Exit.STAY
+            return LEAVES
+        return self.rule.awaits(output_index, loops - 1)
+
+    def fires(self, loops: int, survival: float) -> bool:
+        """Example: bound 0.5, min_loops 2, survivals 0.7, 0.49 -> only the second."""
+        return self.rule.fires(loops, survival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +89,13 @@ class Forced:
 
     depths: tuple[int, ...]
 
-    def decide(self, output_index: int, loops: int, survival: float) -> Exit:
-        """Example: depths (4, 2, 3), output 1 -> STAY after loop 1, NOW after loop 2."""
-        return Exit.NOW if loops >= self.depths[output_index] else Exit.STAY
+    def awaits(self, output_index: int, loops: int) -> int:
+        """Example: depths (4, 2, 3), output 1 -> STAYS after loop 1, LEAVES after loop 2."""
+        return LEAVES if loops >= self.depths[output_index] else STAYS
+
+    def fires(self, loops: int, survival: float) -> bool:
+        """No signal says anything here."""
+        return False
 
 
 def exit_policy(params: SamplingParams, model: ModelProfile, name: ExitPolicyName) -> ExitPolicy:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from operator import add
 from typing import TYPE_CHECKING
 
 from protocol.exit_rule import FinishReason, ending_ids
 from protocol.layout import Layout
 from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
+from protocol.result import PrefillResult
 from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
 from scheduler.states import Event, State
@@ -33,7 +35,8 @@ class Lane:
 
     `requests` are those that hold a slot and blocks here, in the order of their placement, also
     the ended ones until the plan that carried their release is answered. `suspended` ones
-    hold neither. One plan is in flight at a time.
+    hold neither. Up to `plans_in_flight` plans are sent before the first of them is answered, as
+    long as no token has to wait for its signal; answers come in the order of the plans.
     """
 
     def __init__(
@@ -54,23 +57,18 @@ class Lane:
         self._grows = settings.reservation == "incremental"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
-        self._in_flight: ExecutionPlan | None = None
-        self._planned_at: float | None = None
+        self._max_in_flight = settings.plans_in_flight
+        self._in_flight: deque[tuple[ExecutionPlan, float]] = deque()
         self._seq = 0
 
     def __repr__(self) -> str:
-        flight = f"plan {self._seq} in flight" if self._in_flight else "idle"
+        flight = f"{len(self._in_flight)} in flight" if self._in_flight else "idle"
         return f"<Lane {self.name} epoch {self.epoch}: {len(self.requests)} requests, {flight}>"
 
     @property
     def is_busy(self) -> bool:
         """Whether a plan is in flight or the worker still holds a request."""
-        return self.has_plan or bool(self.requests or self.suspended.requests)
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether a plan is in flight."""
-        return self._in_flight is not None
+        return bool(self._in_flight or self.requests or self.suspended.requests)
 
     @property
     def num_suspended(self) -> int:
@@ -153,9 +151,13 @@ class Lane:
         return tuple(sorted(ending_ids(request.stop_ids, eos_ids, ignore_eos=ignore_eos)))
 
     def can_suspend(self, request: Request) -> bool:
-        """Whether the worker holds a live request that it could keep a snapshot of."""
+        """Whether the worker holds a live request that it could keep a snapshot of.
+
+        One whose last output is on its way leaves by itself.
+        """
         return (
             request.state in (State.PREFILL, State.DECODING)
+            and request.output_index < request.params.max_tokens
             and not self.holds_unsent(request)
             and not self.suspended.is_waking(request.key)
             and self.suspended.size(request) <= self.suspended.free_bytes
@@ -202,17 +204,25 @@ class Lane:
             self.kv.release(request.key)
 
     def next_plan(self, now: float) -> ExecutionPlan | None:
-        """What the worker is to run next; None while a plan is in flight or there is nothing."""
-        if self._in_flight is not None:
+        """What the worker is to run next; None while it has enough, or there is nothing.
+
+        Nothing is planned beside a token whose signal is on its way: it would miss that batch.
+        """
+        if len(self._in_flight) >= self._max_in_flight:
             return None
         requests = list(self.requests.values())
-        releases = tuple(r.key for r in requests if r.state is State.RELEASING)
-        suspends: tuple[RequestKey, ...] = ()
+        if self._in_flight and any(request.awaits_signal for request in requests):
+            return None
+        releases = [r.key for r in requests if r.state is State.RELEASING]
+        suspends: list[RequestKey] = []
         if self.suspended:
             asleep = self.suspended.requests.values()
-            releases += tuple(r.key for r in asleep if r.state is State.RELEASING)
-            suspends = tuple(r.key for r in requests if r.state is State.SUSPENDING)
+            releases += [r.key for r in asleep if r.state is State.RELEASING]
+            suspends = [r.key for r in requests if r.state is State.SUSPENDING]
             requests = [r for r in requests if r.state is not State.SUSPENDING]
+        for plan, _ in self._in_flight:
+            releases = [key for key in releases if key not in plan.releases]
+            suspends = [key for key in suspends if key not in plan.suspends]
         steps = plan_steps(requests, self._limits)
         if not (releases or suspends or steps):
             return None
@@ -223,18 +233,18 @@ class Lane:
             else []
         )
         self._seq += 1
-        self._in_flight = ExecutionPlan(
+        plan = ExecutionPlan(
             epoch=self.epoch,
             seq=self._seq,
-            releases=releases,
+            releases=tuple(releases),
             admits=tuple(self._admissions.pop(key) for key in starting),
             grants=tuple(self._grants(steps)) if self._grows else (),
             steps=steps,
-            suspends=suspends,
+            suspends=tuple(suspends),
             resumes=self.suspended.send(key for step in steps for key in step.keys),
         )
-        self._planned_at = now
-        return self._in_flight
+        self._in_flight.append((plan, now))
+        return plan
 
     def _grants(self, steps: tuple[Step, ...]) -> Iterator[Grant]:
         """The blocks that these steps are the first to write to."""
@@ -252,26 +262,30 @@ class Lane:
                     yield Grant(key, tables)
 
     def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
-        """The plan that `result` answers, no longer in flight; None for any other result."""
-        plan = self._in_flight
+        """The plan that `result` answers, no longer in flight; None unless it is the first one."""
+        plan = self._in_flight[0][0] if self._in_flight else None
         if plan is None or (result.epoch, result.seq) != (plan.epoch, plan.seq):
             return None
-        self._in_flight = self._planned_at = None
+        self._in_flight.popleft()
         return plan
 
-    def cache_prompts(self, plan: ExecutionPlan, outputs: Iterable[RequestOutput]) -> None:
+    def cache_prompts(
+        self, plan: ExecutionPlan, result: PlanResult, outputs: Iterable[RequestOutput]
+    ) -> None:
         """Publish the prompt blocks that a plan has filled, once its result is applied.
 
-        `outputs` came of the result: what a request that failed had cached is forgotten.
+        `outputs` came of the result: what a request that failed had cached is forgotten. A chunk
+        that has run counts also if its request has ended since.
         """
         failed = {o.key for o in outputs if o.finish_reason is FinishReason.ERROR}
         for key in failed:
             self.kv.distrust(key)
-        for step in plan.steps:
-            if isinstance(step, PrefillBatch):
-                for key in step.keys:
-                    if key not in failed:
-                        self.kv.publish(key, self.requests[key].prefilled)
+        for step, answer in zip(plan.steps, result.steps, strict=False):
+            if isinstance(step, PrefillBatch) and isinstance(answer, PrefillResult):
+                answered = set(zip(answer.keys, answer.ends, strict=True))
+                for row in zip(step.keys, map(add, step.starts, step.counts), strict=True):
+                    if row in answered and row[0] not in failed:
+                        self.kv.publish(*row)
 
     def stats(self, load: int) -> LaneStats:
         """The lane now; `load` is what the ledger says of it."""
@@ -286,5 +300,5 @@ class Lane:
             kv=self.kv.stats(),
             load=load,
             plans=self._seq,
-            in_flight_since=self._planned_at,
+            in_flight_since=self._in_flight[0][1] if self._in_flight else None,
         )

@@ -30,7 +30,7 @@ def loop_debt(request: Request) -> int:
         return 0
     count = len(request.tokens)
     expected = -(-request.later_loops // (count - 1)) if count > 1 else request.max_loops
-    remaining = expected * (request.params.max_tokens - count)
+    remaining = expected * (request.params.max_tokens - request.output_index)
     return max(remaining - request.loops_done, 0) if count else remaining
 
 

@@ -56,10 +56,11 @@ class StepLimits:
 
 
 def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, ...]:
-    """CODA, PRELUDE, PREFILL, RECURRENT, without those that have no row.
+    """CODA, PRELUDE, PREFILL, RECURRENT, without those that have no row; moves the requests on.
 
     Every request in the core has a row, whatever the prompts of others need. Rows keep the order
-    of `requests`, which must not be more than `limits.max_tokens`.
+    of `requests`, which must not be more than `limits.max_tokens`. A token whose signal is not
+    heard has no row, nor has an output before the one ahead of it has come back.
     """
     exited, core, prompts = [], [], []
     for request in requests:
@@ -67,7 +68,8 @@ def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, .
         if stage is _RECURRENT:
             core.append(request)
         elif stage is _CODA:
-            exited.append(request)
+            if not request.sampling:
+                exited.append(request)
         elif request.state is _PREFILL:
             prompts.append(request)
     rows = len(core) + len(exited)
@@ -75,44 +77,42 @@ def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, .
         # The core goes on without them; it empties within a token's loops, so they wait no longer.
         rows, exited = len(core), []
     going_on = [request for request in exited if not request.is_last_output]
-    if going_on:
-        core = [r for r in requests if r.stage is _RECURRENT or _goes_on(r)]
     prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
-    steps: tuple[Step, ...] = (
-        _coda(exited),
-        _prelude(going_on),
-        _prefill(prompts, limits.chunk_size, prefill_tokens),
-        _recurrent(core),
-    )
+    coda, prelude = _coda(exited), _prelude(going_on)
+    if going_on:
+        core = [request for request in requests if request.stage is _RECURRENT]
+    prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
+    steps: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
     return tuple(step for step in steps if step.keys)
 
 
-def _goes_on(request: Request) -> bool:
-    """Whether the token that is sampled next will be looped."""
-    return request.stage is _CODA and not request.is_last_output
-
-
 def _coda(exited: Iterable[Request]) -> CodaBatch:
-    rows = [(r.key, r.position, r.loops_done, len(r.tokens)) for r in exited]
+    rows = [(r.key, r.position, r.loops_done, r.output_index) for r in exited]
     keys, positions, exit_depths, output_indices = zip(*rows, strict=True) if rows else ((),) * 4
+    for request in exited:
+        request.sample()
     return CodaBatch(keys, positions, exit_depths, output_indices)
 
 
 def _prelude(going_on: Sequence[Request]) -> PreludeBatch:
+    for request in going_on:
+        request.embed()
     return PreludeBatch(
         keys=tuple(request.key for request in going_on),
-        positions=tuple(request.position + 1 for request in going_on),
+        positions=tuple(request.position for request in going_on),
         tokens=(SLOT_TOKEN,) * len(going_on),
     )
 
 
 def _recurrent(core: Sequence[Request]) -> RecurrentBatch:
-    starts = [request.stage is _CODA for request in core]
-    return RecurrentBatch(
+    batch = RecurrentBatch(
         keys=tuple([request.key for request in core]),
-        positions=tuple([r.position + start for r, start in zip(core, starts, strict=True)]),
-        depths=tuple([0 if s else r.loops_done for r, s in zip(core, starts, strict=True)]),
+        positions=tuple([request.position for request in core]),
+        depths=tuple([request.loops_done for request in core]),
     )
+    for request in core:
+        request.loop()
+    return batch
 
 
 def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> PrefillBatch:
@@ -129,4 +129,5 @@ def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> P
             starts.append(request.prefilled)
             counts.append(count)
             budget -= count
+            request.prefill_to(request.prefilled + count)
     return PrefillBatch(tuple(keys), tuple(starts), tuple(counts))

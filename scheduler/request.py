@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocol.stage import Stage
-from scheduler.exit_policy import Exit, exit_policy
+from scheduler.exit_policy import LEAVES, STAYS, exit_policy
 from scheduler.prefix_cache import PromptDigests
 from scheduler.states import Event, State, next_state
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Looked up once: every row of every result asks.
 _RECURRENT, _CODA = Stage.RECURRENT, Stage.CODA
-_NOW, _NEXT = Exit.NOW, Exit.NEXT
 _LIVE = (State.DECODING, State.PREFILL, State.WAITING, State.SUSPENDED, State.SUSPENDING)
 
 
@@ -30,13 +29,18 @@ _LIVE = (State.DECODING, State.PREFILL, State.WAITING, State.SUSPENDED, State.SU
 class Request:
     """Progress of one request. Owner: Engine. Mutated only by: its own methods, on one thread.
 
+    Progress is that of the plans that were made: it moves when a row is planned (`prefill_to`,
+    `sample`, `embed`, `loop`), and what comes back fills in what only the device knew: `hear` the
+    signal of a loop, `append` a token. `stage` is what a next plan may run while DECODING; None
+    while that hangs on a signal that has not come back, or after the last output.
+
     With P prompt tokens, output i is sampled from the token at position P + i - 1 and sits itself
     at position P + i; the last output is never run, so it needs no KV. `full_depth` is the loops
     of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
-    `loops_done` counts the loops of the token at `position`; `stage` is set while DECODING.
-    `bypasses` counts the requests that were placed past this one while it waited; `exit_due` says
-    that the token in work leaves after its next loop, whatever that returns; `later_loops` sums
-    the exit depths of all outputs but the first.
+    `loops_done` counts the loops of the token at `position`, `heard` the signals of them that came
+    back; `fired` says that one of these let it leave. `sampling` counts the outputs that are
+    planned and not delivered, at most one. `bypasses` counts the requests that were placed past
+    this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
     """
 
     key: RequestKey
@@ -58,7 +62,9 @@ class Request:
     error: str | None = None
     worker_lost: bool = False
     bypasses: int = 0
-    exit_due: bool = False
+    heard: int = 0
+    fired: bool = False
+    sampling: int = 0
     later_loops: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -103,7 +109,22 @@ class Request:
     @property
     def position(self) -> int:
         """The token that is in work; before the first output, the last of the prompt."""
-        return len(self.prompt) + len(self.tokens) - 1
+        return len(self.prompt) + self.output_index - 1
+
+    @property
+    def output_index(self) -> int:
+        """The output that the token in work will give."""
+        return len(self.tokens) + self.sampling
+
+    @property
+    def awaits_signal(self) -> bool:
+        """Whether the token in work goes nowhere until the signal of one of its loops is heard."""
+        return self.stage is None and self.loops_done > 0 and self.state is State.DECODING
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether some of its prompt is not planned yet."""
+        return self.prefilled < len(self.prompt)
 
     @property
     def capacity_tokens(self) -> int:
@@ -116,7 +137,7 @@ class Request:
     @property
     def is_last_output(self) -> bool:
         """Whether the next output is the last that is allowed."""
-        return len(self.tokens) + 1 >= self.params.max_tokens
+        return self.output_index + 1 >= self.params.max_tokens
 
     def pass_over(self) -> None:
         """A request behind this one was placed before it."""
@@ -130,11 +151,11 @@ class Request:
 
     @property
     def written(self) -> int:
-        """Tokens [0, written) have KV on the worker, once no row of it is in flight."""
-        return self.prefilled if self.stage is None else self.position + (self.loops_done > 0)
+        """Tokens [0, written) have KV on the worker once it has run what is planned."""
+        return self.prefilled if self.in_prompt else self.position + (self.loops_done > 0)
 
     def suspend(self) -> None:
-        """It has to leave its lane's slot and blocks; no row of it is in flight."""
+        """It has to leave its lane's slot and blocks; no further row of it is planned."""
         self._to(Event.SUSPEND)
 
     def keep(self) -> None:
@@ -144,47 +165,68 @@ class Request:
 
     def resume(self) -> None:
         """Its lane takes it back, exactly where it stood."""
-        self._to(Event.PLACE if self.stage is None else Event.RESUME)
+        self._to(Event.PLACE if self.in_prompt else Event.RESUME)
 
     def prefill_to(self, end: int) -> None:
-        """Prompt tokens [0, end) are through every depth; the last one waits for its CODA."""
+        """Prompt tokens [0, end) go through every depth; the last one then waits for its CODA."""
         if end == len(self.prompt):
             self._to(Event.PROMPT)
             self.stage = Stage.CODA
             self.loops_done = self.full_depth
         self.prefilled = end
 
-    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """The next output, sampled after `loops_done` loops; with `logprobs` if it asks for any."""
+    def sample(self) -> None:
+        """The token in work gives its output; unless that is the last one, `embed` follows."""
+        self.sampling += 1
+        self.loops_done = 0
+        self.stage = None
+
+    def embed(self) -> None:
+        """The output that was sampled last is the token in work and starts at depth 0."""
+        self.heard = 0
+        self.fired = False
+        self.stage = _RECURRENT
+
+    def loop(self) -> None:
+        """One more loop of the token in work."""
+        self.loops_done += 1
+        self._settle(self.exit_policy.awaits(self.output_index, self.loops_done))
+
+    def hear(self, position: int, loops: int, survival: float) -> None:
+        """The signal of a loop; one of a token that has left already says nothing."""
+        if position != self.position:
+            return
+        self.heard = loops
+        self.fired = self.fired or self.exit_policy.fires(loops, survival)
+        if self.stage is None:
+            self._settle(self.exit_policy.awaits(self.output_index, self.loops_done))
+
+    def _settle(self, awaited: int) -> None:
+        """Where the token in work goes, if that is known."""
+        if awaited == STAYS:
+            self.stage = _RECURRENT
+        elif awaited == LEAVES:
+            self.stage = _CODA
+        elif self.heard >= awaited:
+            self.stage = _CODA if self.fired else _RECURRENT
+        else:
+            self.stage = None
+
+    def append(self, token: int, exit_depth: int, logprobs: TokenLogprobs | None = None) -> None:
+        """An output has come back, sampled after `exit_depth` loops."""
         if self.tokens:
-            self.later_loops += self.loops_done
+            self.later_loops += exit_depth
+        self.sampling -= 1
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        self.exit_depths.append(self.loops_done)
-        self.stage = Stage.PRELUDE
+        self.exit_depths.append(exit_depth)
 
     def truncate(self, num_outputs: int) -> None:
         """Keep the first outputs alone: what was sampled since is not part of the answer."""
         for column in (self.tokens, self.exit_depths, self.logprobs):
             del column[num_outputs:]
         self.later_loops = sum(self.exit_depths[1:])
-
-    def embed(self) -> None:
-        """The token at `position` is embedded and starts at depth 0."""
-        self.loops_done = 0
-        self.exit_due = False
-        self.stage = Stage.RECURRENT
-
-    def loop(self, survival: float) -> None:
-        """One more loop is done; the exit policy says whether the token leaves after it."""
-        self.loops_done = loops = self.loops_done + 1
-        if self.exit_due:
-            self.stage = _CODA
-            return
-        verdict = self.exit_policy.decide(len(self.tokens), loops, survival)
-        self.exit_due = verdict is _NEXT
-        self.stage = _CODA if verdict is _NOW else _RECURRENT
 
     def end(self, event: Event, reason: FinishReason, error: str | None = None) -> None:
         """End a live request; `error` goes with reason ERROR."""

@@ -20,7 +20,7 @@ class State(Enum):
 
     WAITING    queued; holds no slot and no block
     PREFILL    placed on a lane; its prompt is being run
-    DECODING   its prompt is through; its Stage says what it needs next
+    DECODING   its whole prompt is planned; its Stage says what it needs next
     SUSPENDING the plan in flight takes it off its slot and blocks, which are used until the answer
     SUSPENDED  queued again; its lane alone holds a snapshot of it, but no slot and no block
     RELEASING  it has ended; slot and blocks are used until its release is acknowledged
@@ -41,7 +41,7 @@ class Event(Enum):
 
     PLACE     a lane has room and takes it, or takes it back with its prompt not through
     RESUME    its lane has room and takes it back where it was DECODING
-    PROMPT    the last prompt token is through every depth
+    PROMPT    the last prompt token is planned through every depth
     SUSPEND   it has to make room for a request of higher priority
     SNAPSHOT  its worker keeps a snapshot of it, and nothing else
     FINISH    a stop token, the last token allowed, or an end that only its text told

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.exit_rule import NEVER, round_to_float32, survival_bound
 from protocol.sampling import SamplingParams
-from scheduler.exit_policy import Exit, Forced, Ouro, OuroDelayed, exit_policy
+from scheduler.exit_policy import LEAVES, STAYS, Forced, Ouro, OuroDelayed, exit_policy
 from tests.scheduler.bench import Bench, exit_after, make_model, texts
 
 if TYPE_CHECKING:
@@ -30,14 +30,15 @@ TABLE = [
 
 
 def depth_of(policy: ExitPolicy, hazard: float = 0.3, output_index: int = 1) -> int:
-    """The exit depth, one loop after the other, as a request asks."""
-    survival, due = 1.0, False
+    """The exit depth, told from the signals that the policy asks for, and from no other."""
+    survival, signals = 1.0, [False]
     for loops in range(1, 10):
         survival = round_to_float32(survival * round_to_float32(1.0 - hazard))
-        verdict = Exit.NOW if due else policy.decide(output_index, loops, survival)
-        if verdict is Exit.NOW:
+        signals.append(policy.fires(loops, survival))
+        awaited = policy.awaits(output_index, loops)
+        assert awaited in (STAYS, LEAVES) or 0 < awaited <= loops
+        if awaited == LEAVES or (awaited != STAYS and signals[awaited]):
             return loops
-        due = verdict is Exit.NEXT
     raise AssertionError("no exit")
 
 

@@ -108,7 +108,7 @@ def test_statistics_of_a_lane() -> None:
     assert (stats.waiting, stats.running, stats.releasing) == (0, 1, 1)
     assert (stats.tokens, stats.loops, stats.last_applied) == (2, 8, 2.0)
     assert (lane.name, lane.epoch, lane.plans, lane.in_flight_since) == ("lane-0", 1, 3, 3.0)
-    assert (lane.free_slots, lane.kv.tables, lane.load) == (2, 2, 7)
+    assert (lane.free_slots, lane.kv.tables, lane.load) == (2, 2, 6)
     assert stats.free_blocks == lane.kv.free_blocks == 256 - 8
 
 
@@ -119,7 +119,7 @@ def test_one_line_of_a_lane() -> None:
     request = Request.create(RequestKey("a", 1), (1,), SamplingParams(), profile.model)
     lane.admit(request, RngKey(7))
     assert lane.next_plan(1.0) is not None
-    assert repr(lane) == "<Lane lane-0 epoch 3: 1 requests, plan 1 in flight>"
+    assert repr(lane) == "<Lane lane-0 epoch 3: 1 requests, 1 in flight>"
 
 
 def test_a_lane_without_blocks_takes_nothing() -> None:

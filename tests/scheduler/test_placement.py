@@ -32,18 +32,20 @@ def make(**params: object) -> Request:
 def test_debt_follows_the_mean_exit_depth() -> None:
     request = make(max_tokens=10)
     assert loop_debt(request) == 40
-    request.append(1)
+    request.sample()
+    request.append(1, 4)
     request.embed()
     assert loop_debt(request) == 36
     for depth in (2, 3):
         for loop in range(depth):
-            request.loop(1.0)
+            request.loop()
             assert request.loops_done == loop + 1
-        request.append(1)
+        request.sample()
+        request.append(1, depth)
         request.embed()
     assert request.exit_depths == [4, 2, 3]
     assert loop_debt(request) == 3 * 7
-    request.loop(1.0)
+    request.loop()
     assert loop_debt(request) == 3 * 7 - 1
     request.end(Event.ABORT, FinishReason.ABORT)
     assert loop_debt(request) == 0
