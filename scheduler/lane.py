@@ -71,6 +71,17 @@ class Lane:
         return bool(self._in_flight or self.requests or self.suspended.requests)
 
     @property
+    def takes_plan(self) -> bool:
+        """Whether a plan can be made now.
+
+        None is made beside a token whose signal is on its way: it would miss that batch.
+        """
+        if not self._in_flight:
+            return True
+        waits = (request.awaits_signal for request in self.requests.values())
+        return len(self._in_flight) < self._max_in_flight and not any(waits)
+
+    @property
     def num_suspended(self) -> int:
         """Suspended requests that may still go on."""
         return sum(request.is_live for request in self.suspended.requests.values())
@@ -204,15 +215,10 @@ class Lane:
             self.kv.release(request.key)
 
     def next_plan(self, now: float) -> ExecutionPlan | None:
-        """What the worker is to run next; None while it has enough, or there is nothing.
-
-        Nothing is planned beside a token whose signal is on its way: it would miss that batch.
-        """
-        if len(self._in_flight) >= self._max_in_flight:
+        """What the worker is to run next; None while it has enough, or there is nothing."""
+        if not self.takes_plan:
             return None
         requests = list(self.requests.values())
-        if self._in_flight and any(request.awaits_signal for request in requests):
-            return None
         releases = [r.key for r in requests if r.state is State.RELEASING]
         suspends: list[RequestKey] = []
         if self.suspended:
@@ -301,4 +307,5 @@ class Lane:
             load=load,
             plans=self._seq,
             in_flight_since=self._in_flight[0][1] if self._in_flight else None,
+            in_flight=len(self._in_flight),
         )

@@ -79,13 +79,16 @@ def choose_victims(lane: Lane, request: Request) -> list[Request] | None:
 
     Nobody, if what leaves the lane anyway is enough. Otherwise the fewest that are enough, of
     strictly lower priority, with snapshots that fit beside those that are there; among as many,
-    the lowest priority first, then who owes the fewest loops, then who came last.
+    the lowest priority first, then who owes the fewest loops, then who came last. None while
+    the lane takes no plan: what is in flight may make it needless.
 
     Example: slots 2, both taken by requests of priorities 5 and 9, a request of priority 1 -> the
     one of priority 9 if its blocks are enough, else the other if its are, else both.
     """
     if _comes_free(lane, request):
         return []
+    if not lane.takes_plan:
+        return None
     eligible = (held for held in lane.requests.values() if _may_leave(lane, held, request))
     candidates = sorted(eligible, key=_rank)
     for count in range(1, len(candidates) + 1):

@@ -20,7 +20,7 @@ class LaneStats:
 
     `running` requests may still give outputs, `releasing` ones have ended and hold a slot until
     the worker has answered; `load` is the loop debt in loops; `plans` counts the plans so far;
-    `in_flight_since` is the time at which the plan in flight was made.
+    `in_flight` of them are not answered, the first since `in_flight_since`.
     """
 
     name: str
@@ -32,6 +32,7 @@ class LaneStats:
     load: int
     plans: int
     in_flight_since: float | None
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True)

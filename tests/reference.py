@@ -51,8 +51,10 @@ def reference_run(
     params: SamplingParams,
     seed: int,
     layout: Layout = Layout.LAST_EXITED,
+    *,
+    delayed: bool = False,
 ) -> ReferenceRun:
-    """Generate as the layout and the `ouro` exit rule define it."""
+    """Generate as the layout and the exit rule define it: `ouro`, or `delayed` by one loop."""
     driver = ModelDriver(model, max_tokens=len(prompt) + params.max_tokens, layout=layout)
     run = ReferenceRun()
     full = model.profile.max_loops
@@ -74,7 +76,7 @@ def reference_run(
         if index + 1 == params.max_tokens:
             break
         position = len(prompt) + index
-        hidden, depth = _loops(driver, token, position, params, run)
+        hidden, depth = _loops(driver, token, position, params, run, delayed)
         _copy_exit(driver, position, depth)
     return run
 
@@ -109,7 +111,12 @@ def adjusted(
 
 
 def _loops(
-    driver: ModelDriver, token: int, position: int, params: SamplingParams, run: ReferenceRun
+    driver: ModelDriver,
+    token: int,
+    position: int,
+    params: SamplingParams,
+    run: ReferenceRun,
+    delayed: bool,
 ) -> tuple[Tensor, int]:
     model = driver.model
     hidden = model.embed(torch.tensor([token]))
@@ -117,14 +124,17 @@ def _loops(
     full = params.max_loops or model.profile.max_loops
     threshold = 1.0 if params.exit_threshold is None else params.exit_threshold
     bound = survival_bound(threshold)
+    due = False
     for loops in range(1, full + 1):
         hidden = driver.decode(hidden, [0], [position], [loops - 1])
         survival = survival * (1.0 - model.hazards(hidden))
         value = float(survival)
         if threshold < 1.0 and params.min_loops <= loops < full:
             run.note(abs(value - bound))
-        if exits(loops, value, min_loops=params.min_loops, max_loops=full, bound=bound):
+        fires = exits(loops, value, min_loops=params.min_loops, max_loops=full, bound=bound)
+        if due or (fires and not delayed) or loops == full:
             return hidden, loops
+        due = fires
     raise AssertionError("the last loop always exits")
 
 

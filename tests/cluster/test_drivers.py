@@ -125,6 +125,61 @@ def test_results_from_another_thread() -> None:
     driver.close(LIMIT)
 
 
+def pipelined() -> Engine:
+    """An engine that has two plans in flight wherever it can."""
+    return Engine(SchedulerSettings(plans_in_flight=2, exit_policy="ouro_delayed"))
+
+
+def test_a_step_submits_the_next_plan_before_it_waits_for_the_last() -> None:
+    engine, workers = pipelined(), executors(manual=True)
+    driver = SyncDriver(engine, workers, LIMIT)
+    engine.add("a", [1], SamplingParams(max_tokens=2, exit_threshold=1.0), 7)
+    done = threading.Event()
+
+    def answer(seq: int) -> None:
+        while workers["lane-0"].last_seq <= seq and not done.is_set():
+            pass
+        workers["lane-0"].complete(seq)
+
+    for seq in range(1, 5):
+        # Plan seq is not answered before the worker has plan seq + 1.
+        thread = threading.Thread(target=answer, args=(seq,))
+        thread.start()
+        driver.step()
+        done.set()
+        thread.join(LIMIT)
+        done.clear()
+        assert workers["lane-0"].last_seq == seq + 1
+        assert engine.stats().lanes[0].in_flight == 1
+    workers["lane-0"].complete(1000)
+    driver.close(LIMIT)
+
+
+def test_each_of_two_plans_has_its_own_time_to_be_answered() -> None:
+    engine, workers = pipelined(), executors(manual=True)
+    driver = SyncDriver(engine, workers, 0.05)
+    engine.add("a", [1], SamplingParams(max_tokens=4, exit_threshold=1.0), 7)
+    workers["lane-0"].complete(1)
+    driver.step()
+    outputs = []
+    while engine.lanes:
+        workers["lane-0"].complete(1)
+        outputs += driver.step()
+    (error,) = [output.error for output in outputs if output.error]
+    assert "no answer to plan 2 within 0.05 s" in error
+    driver.close(LIMIT)
+
+
+def test_a_lane_that_refuses_the_first_of_two_plans_gets_no_second() -> None:
+    engine = Engine(SchedulerSettings(plans_in_flight=2))
+    worker = Refusing(make_profile())
+    driver = SyncDriver(engine, {"lane-0": worker}, LIMIT)
+    engine.add("a", [1], SamplingParams(max_tokens=3, forced_depths=(4, 4, 4)), 7)
+    assert reasons(driver.step()) == {"a": FinishReason.ERROR}
+    assert worker.last_seq == 0
+    driver.close(LIMIT)
+
+
 def test_a_step_without_work_returns_at_once() -> None:
     driver = SyncDriver(bare_engine(), executors(), LIMIT)
     assert driver.step() == []

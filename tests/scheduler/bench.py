@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from protocol.config import SchedulerSettings
@@ -120,6 +121,7 @@ class Bench:
         self.now = 0.0
         self.plans: list[ExecutionPlan] = []
         self.outputs: list[RequestOutput] = []
+        self.flying: dict[str, deque[PlanResult]] = {lane: deque() for lane in self.executors}
 
     def add(self, request_id: str, prompt: int = 1, **params: object) -> RequestKey:
         """A request of `prompt` tokens 1, 2, 3, ... with seed 7."""
@@ -153,12 +155,25 @@ class Bench:
         self.outputs += outputs
         return outputs
 
-    def step(self) -> list[RequestOutput]:
-        """Plan, run and apply once, on every lane."""
+    def send_plans(self) -> list[str]:
+        """Plan, and have it run; the answers stay in flight."""
+        plans = self.plan()
+        for lane, plan in plans:
+            self.flying[lane].append(self.run(lane, plan))
+        return [trace(plan) for _, plan in plans]
+
+    def land(self) -> list[RequestOutput]:
+        """Apply the oldest answer in flight of every lane."""
         outputs = []
-        for lane, plan in self.plan():
-            outputs += self.apply(lane, self.run(lane, plan))
+        for lane, results in self.flying.items():
+            if results:
+                outputs += self.apply(lane, results.popleft())
         return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Plan, run what is planned, and apply the oldest answer of every lane."""
+        self.send_plans()
+        return self.land()
 
     def finish(self, limit: int = 500) -> list[RequestOutput]:
         """Step until there is no work, at most `limit` times."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,7 @@ from tests.scheduler.lives import MODEL, Life, Storage, known
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
+    from protocol.plan import ExecutionPlan
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult, StepResult
 
@@ -54,9 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.lives: dict[RequestKey, Life] = {}
         self.executors: dict[str, ScriptedExecutor] = {}
-        self.flying: dict[str, PlanResult] = {}
-        self.releasing: dict[str, tuple[RequestKey, ...]] = {}
-        self.suspending: dict[str, tuple[RequestKey, ...]] = {}
+        self.flying: dict[str, deque[tuple[ExecutionPlan, PlanResult]]] = {}
         self.storage: dict[str, Storage] = {}
         self.old: list[tuple[str, PlanResult]] = []
         for lane in self.profiles:
@@ -68,6 +68,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.executors[lane] = ScriptedExecutor(profile, self.epoch)
         self.engine.add_lane(lane, self.epoch, profile)
         self.storage[lane] = Storage(profile.block_size)
+        self.flying[lane] = deque()
+
+    def next_results(self) -> dict[str, PlanResult]:
+        """The oldest answer in flight of each lane that has one."""
+        return {lane: flights[0][1] for lane, flights in self.flying.items() if flights}
 
     def see(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -144,19 +149,18 @@ class EngineMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now += 1.0
         for lane, plan in self.engine.plan(self.now):
-            assert lane not in self.flying, "two plans in flight"
+            assert len(self.flying[lane]) < self.scheduler.get("plans_in_flight", 1)  # type: ignore[operator]
             storage = self.storage[lane]
             assert set(plan.releases) <= {*storage.admitted, *storage.asleep}
             assert set(plan.suspends) <= set(storage.admitted)
             self.check_victims(plan.suspends)
             storage.run(plan, self.lives)
-            self.releasing[lane] = plan.releases
-            self.suspending[lane] = plan.suspends
             submission = self.executors[lane].submit(plan)
-            self.flying[lane] = submission.collect(0.0)
-            assert self.flying[lane].failed == (), "the worker refused a row"
-            assert self.flying[lane].lost == (), "no room for a snapshot"
+            result = submission.collect(0.0)
+            assert result.failed == (), "the worker refused a row"
+            assert result.lost == (), "no room for a snapshot"
             submission.retire()
+            self.flying[lane].append((plan, result))
 
     def check_victims(self, victims: tuple[RequestKey, ...]) -> None:
         """Somebody of strictly higher priority waits, and none of them has ended."""
@@ -171,29 +175,38 @@ class EngineMachine(RuleBasedStateMachine):
     def go_on(self, plans: int) -> None:
         """What happens most of the time, so that requests end and leave their prompts cached."""
         for _ in range(plans):
-            for lane in tuple(self.flying):
-                self.answer(lane, self.flying[lane])
+            for lane, result in self.next_results().items():
+                self.answer(lane, result)
             self.plan()
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.next_results())
     @rule(data=st.data())
     def apply(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from(sorted(self.flying)))
-        self.answer(lane, self.flying[lane])
+        results = self.next_results()
+        lane = data.draw(st.sampled_from(sorted(results)))
+        self.answer(lane, results[lane])
 
     def answer(self, lane: str, result: PlanResult) -> None:
-        self.old.append((lane, self.flying.pop(lane)))
+        plan, told = self.flying[lane].popleft()
+        self.old.append((lane, told))
         self.see(self.engine.apply(lane, result, self.now))
-        self.storage[lane].drop(self.releasing.pop(lane))
-        suspended = self.suspending.pop(lane)
-        self.storage[lane].suspend(key for key in suspended if self.lives[key].reason is None)
+        self.storage[lane].drop(plan.releases)
+        self.storage[lane].suspend(key for key in plan.suspends if self.lives[key].reason is None)
 
-    @precondition(lambda self: any(result.steps for result in self.flying.values()))
+    @precondition(lambda self: any(len(flights) > 1 for flights in self.flying.values()))
+    @rule(data=st.data())
+    def apply_out_of_turn(self, data: st.DataObject) -> None:
+        lanes = sorted(lane for lane, flights in self.flying.items() if len(flights) > 1)
+        lane = data.draw(st.sampled_from(lanes))
+        index = data.draw(st.integers(1, len(self.flying[lane]) - 1))
+        self.is_dropped(lane, self.flying[lane][index][1])
+
+    @precondition(lambda self: any(result.steps for result in self.next_results().values()))
     @rule(data=st.data())
     def apply_without_a_row(self, data: st.DataObject) -> None:
-        lanes = sorted(lane for lane, result in self.flying.items() if result.steps)
-        lane = data.draw(st.sampled_from(lanes))
-        result = self.flying[lane]
+        results = {lane: result for lane, result in self.next_results().items() if result.steps}
+        lane = data.draw(st.sampled_from(sorted(results)))
+        result = results[lane]
         index = data.draw(st.integers(0, len(result.steps) - 1))
         row = data.draw(st.integers(0, len(result.steps[index].keys) - 1))
         key = result.steps[index].keys[row]
@@ -205,7 +218,9 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.old)
     @rule(data=st.data())
     def apply_again(self, data: st.DataObject) -> None:
-        lane, result = data.draw(st.sampled_from(self.old))
+        self.is_dropped(*data.draw(st.sampled_from(self.old)))
+
+    def is_dropped(self, lane: str, result: PlanResult) -> None:
         before = self.engine.stats()
         assert self.engine.apply(lane, result, self.now) == []
         assert self.engine.stats() == replace(before, stale_results=before.stale_results + 1)
@@ -216,9 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
         lane = data.draw(st.sampled_from(self.engine.lanes))
         self.see(self.engine.close_lane(lane, "lost"))
         del self.storage[lane]
-        if lane in self.flying:
-            self.old.append((lane, self.flying.pop(lane)))
-            del self.releasing[lane], self.suspending[lane]
+        self.old += [(lane, result) for _, result in self.flying.pop(lane)]
 
     @precondition(lambda self: len(self.engine.lanes) < len(self.profiles))
     @rule()
@@ -272,9 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(1000):
             if not self.engine.has_work():
                 break
-            self.plan()
-            for lane in tuple(self.flying):
-                self.answer(lane, self.flying[lane])
+            self.go_on(1)
         assert not self.engine.has_work()
         assert all(life.reason is not None for life in self.lives.values())
         for lane in self.engine.lanes:
@@ -320,6 +331,22 @@ class PatientMachine(EngineMachine):
     }
 
 
+class PipelinedMachine(EngineMachine):
+    """The same with two plans in flight."""
+
+    scheduler: ClassVar[dict[str, object]] = {
+        "plans_in_flight": 2,
+        "exit_policy": "ouro_delayed",
+        "reservation": "incremental",
+    }
+
+
+class DeepMachine(EngineMachine):
+    """The same with as many plans in flight as anybody's tokens allow, in cohorts."""
+
+    scheduler: ClassVar[dict[str, object]] = {"plans_in_flight": 4, "mode": "no_refill"}
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestGrowing = GrowingMachine.TestCase
@@ -328,3 +355,7 @@ TestCohort = CohortMachine.TestCase
 TestCohort.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
 TestPatient = PatientMachine.TestCase
 TestPatient.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestPipelined = PipelinedMachine.TestCase
+TestPipelined.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestDeep = DeepMachine.TestCase
+TestDeep.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -55,11 +55,12 @@ class PreemptingMachine(EngineMachine):
         self.add("e", stem, 6, tenant, 3, [1, 4], None, set(), 0, None)
         self.go_on(then)
 
-    @precondition(lambda self: any(result.suspended for result in self.flying.values()))
+    @precondition(lambda self: any(result.suspended for result in self.next_results().values()))
     @rule(told=st.booleans())
     def apply_without_a_snapshot(self, told: bool) -> None:
-        lane = next(lane for lane, result in self.flying.items() if result.suspended)
-        result = self.flying[lane]
+        results = self.next_results()
+        lane = next(lane for lane, result in results.items() if result.suspended)
+        result = results[lane]
         key = result.suspended[0].key
         lost = (SnapshotLoss(key, LossReason.OVER_BOUND, "full"),) if told else ()
         self.answer(lane, replace(result, suspended=result.suspended[1:], lost=lost))
@@ -79,7 +80,20 @@ class CrowdedMachine(PreemptingMachine):
     }
 
 
+class PipelinedMachine(PreemptingMachine):
+    """The same with several plans in flight, which victims still have rows in."""
+
+    scheduler: ClassVar[dict[str, object]] = {
+        "policy": "priority",
+        "preemption": True,
+        "exit_policy": "ouro_delayed",
+        "plans_in_flight": 3,
+    }
+
+
 TestPreempting = PreemptingMachine.TestCase
 TestPreempting.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestCrowded = CrowdedMachine.TestCase
 TestCrowded.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestPipelined = PipelinedMachine.TestCase
+TestPipelined.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
