@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SIZES = (1, 64, 256, 1024)
 GOAL_SIZE = 256
 GOAL_US = 300.0
+GOAL_US_PER_ROW_AND_TICK = 1.0
+TICKS = 16
 
 THRESHOLDS: Mapping[str, float] = {"loop": 1.0, "mixed": 0.5}
 """Kinds of plans by exit threshold: `loop` plans, where nobody exits, have one stage and a row a
@@ -28,14 +30,25 @@ request; `mixed` ones have CODA, PRELUDE and RECURRENT, about two rows a request
 class Running:
     """An engine with one lane on which `size` requests decode. Owner: host_costs."""
 
-    def __init__(self, size: int, threshold: float) -> None:
+    def __init__(self, size: int, threshold: float, max_ticks: int = 0) -> None:
         model = ModelProfile("bench", "bench", 49152, 2**20, 4, (0,), 1.0)
         profile = WorkerProfile(
-            model, "none", "float32", size, size * 4 * 64, 2**14, 4, max(size, 16)
+            model,
+            "none",
+            "float32",
+            size,
+            size * 4 * 64,
+            2**14,
+            4,
+            max(size, 16),
+            max_ticks=max_ticks,
         )
         # All prompts in one plan: the rows stay in step where nobody exits early.
         settings = SchedulerSettings(
-            max_waiting=size, max_prefill_tokens=size, admission_scan_limit=size
+            max_waiting=size,
+            max_prefill_tokens=size,
+            admission_scan_limit=size,
+            max_ticks=max(max_ticks, 1),
         )
         self._engine = Engine(settings)
         self._engine.add_lane("lane-0", 1, profile)
@@ -82,4 +95,26 @@ def host_costs(rounds: int, sizes: Sequence[int] = SIZES) -> list[Figure]:
                 Figure(f"{kind}, {size} running: apply", apply, "us"),
                 Figure(f"{kind}, {size} running: plan + apply", plan + apply, "us", goal),
             ]
+    return figures
+
+
+def tick_costs(rounds: int, sizes: Sequence[int] = SIZES) -> list[Figure]:
+    """The same for plans of resident ticks, divided by the rows and ticks of a plan."""
+    progress(f"plans of {TICKS} ticks: {', '.join(map(str, sizes))} running requests")
+    figures = []
+    engines = {size: Running(size, THRESHOLDS["mixed"], TICKS) for size in sizes}
+    for _ in range(max(rounds, 1)):
+        for running in engines.values():
+            running.step(1)
+    for size, running in engines.items():
+        work = 1e3 * size * TICKS
+        plan, apply = median(running.plan_ns) / work, median(running.apply_ns) / work
+        goal = GOAL_US_PER_ROW_AND_TICK if size == GOAL_SIZE else None
+        figures += [
+            Figure(f"ticks, {size} running: plan, a row and tick", plan, "us"),
+            Figure(f"ticks, {size} running: apply, a row and tick", apply, "us"),
+            Figure(
+                f"ticks, {size} running: plan + apply, a row and tick", plan + apply, "us", goal
+            ),
+        ]
     return figures

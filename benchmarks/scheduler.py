@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.host_cost import host_costs
+from benchmarks.host_cost import host_costs, tick_costs
 from benchmarks.placement import compare_placements
 from benchmarks.report import table, write_json
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="simulated (default 10000)")
     parser.add_argument("--workers", type=int, default=100, help="simulated (default 100)")
     arguments = parser.parse_args(argv)
-    figures = host_costs(arguments.rounds)
+    figures = host_costs(arguments.rounds) + tick_costs(arguments.rounds)
     figures += compare_placements(arguments.requests, arguments.workers)
     print(table(figures))
     if arguments.json is not None:

@@ -8,7 +8,7 @@ unpickled, and whatever is wrong with the bytes is a ProtocolError.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgpack
 
@@ -17,7 +17,6 @@ from protocol.columns import (
     KeyTable,
     Packed,
     pack_column,
-    pack_logprobs,
     pack_table,
     read_float,
     read_index,
@@ -26,32 +25,16 @@ from protocol.columns import (
     read_keys,
     read_text,
     unpack_column,
-    unpack_logprobs,
     unpack_table,
 )
 from protocol.errors import ProtocolError
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
-from protocol.plan import (
-    Admission,
-    CodaBatch,
-    ExecutionPlan,
-    Grant,
-    PrefillBatch,
-    PreludeBatch,
-    RecurrentBatch,
-    Resume,
-)
+from protocol.plan import Admission, ExecutionPlan, Grant, Resume
 from protocol.profile_codec import pack_profile, unpack_profile
-from protocol.result import (
-    CodaResult,
-    FailedRow,
-    PlanResult,
-    PrefillResult,
-    PreludeResult,
-    RecurrentResult,
-)
+from protocol.result import FailedRow, PlanResult
 from protocol.rng import RngKey
 from protocol.snapshot_columns import pack_answers, unpack_answers
+from protocol.step_codec import BATCHES, RESULTS, pack_steps, pack_terms, unpack_steps, unpack_terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,21 +47,6 @@ FRAME_LIMIT = 64 * 2**20
 """Largest frame in bytes; both ends of a stream set it."""
 
 _PLAN, _RESULT, _OPEN, _OPENED, _SYNC, _SYNCED, _BEAT, _FAULT = range(8)
-
-# Batches and results by wire number: the class and the format of each column after the keys
-# (i: int32, f: float32, l: ragged log probabilities). Field order in the class is that of the wire.
-_BATCHES: tuple[tuple[type, str], ...] = (
-    (PrefillBatch, "ii"),
-    (PreludeBatch, "ii"),
-    (RecurrentBatch, "ii"),
-    (CodaBatch, "iii"),
-)
-_RESULTS: tuple[tuple[type, str], ...] = (
-    (PrefillResult, "i"),
-    (PreludeResult, "i"),
-    (RecurrentResult, "iif"),
-    (CodaResult, "iil"),
-)
 
 
 def encode(frame: Frame) -> bytes:
@@ -134,43 +102,6 @@ def _fields(frame: Frame) -> tuple[object, ...]:
             return (_FAULT, epoch, message)
 
 
-def _pack_steps(
-    kinds: tuple[tuple[type, str], ...], steps: Sequence[Any], keys: KeyTable
-) -> list[tuple[object, ...]]:
-    numbers = {cls: number for number, (cls, _) in enumerate(kinds)}
-    packed = []
-    for step in steps:
-        number = numbers[type(step)]
-        cls, codes = kinds[number]
-        names = cls.__slots__[1:]  # type: ignore[attr-defined]
-        columns = (
-            _pack(code, getattr(step, name)) for code, name in zip(codes, names, strict=True)
-        )
-        packed.append((number, keys.column(step.keys), *columns))
-    return packed
-
-
-def _unpack_steps(
-    kinds: tuple[tuple[type, str], ...],
-    steps: Sequence[tuple[Any, ...]],
-    table: Sequence[RequestKey],
-) -> tuple[Any, ...]:
-    unpacked = []
-    for number, keys, *columns in steps:
-        cls, codes = kinds[read_index(number, kinds)]
-        values = (_unpack(code, column) for code, column in zip(codes, columns, strict=True))
-        unpacked.append(cls(read_keys(table, keys), *values))
-    return tuple(unpacked)
-
-
-def _pack(code: str, values: Sequence[Any]) -> object:
-    return pack_logprobs(values) if code == "l" else pack_column(code, values)
-
-
-def _unpack(code: str, data: Any) -> tuple[Any, ...]:  # noqa: ANN401 - foreign bytes
-    return unpack_logprobs(*data) if code == "l" else unpack_column(code, data)
-
-
 def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
     keys = KeyTable()
     releases = keys.column(plan.releases)
@@ -186,11 +117,12 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
             item.top_k,
             pack_adjustments(item),
             item.prefilled,
+            pack_terms(item.resident),
         )
         for item in plan.admits
     ]
     grants = [(keys.index(item.key), pack_table(item.tables)) for item in plan.grants]
-    steps = _pack_steps(_BATCHES, plan.steps, keys)
+    steps = pack_steps(BATCHES, plan.steps, keys)
     resumes = [(keys.index(item.key), pack_table(item.tables)) for item in plan.resumes]
     changes = (releases, admits, grants, steps, keys.column(plan.suspends), resumes)
     return (_PLAN, plan.epoch, plan.seq, keys.fields(), *changes)
@@ -214,7 +146,7 @@ def _decode_plan(
         releases=read_keys(table, releases),
         admits=tuple(_decode_admission(table, *fields) for fields in admits),
         grants=tuple(Grant(table[read_index(key, table)], unpack_table(t)) for key, t in grants),
-        steps=_unpack_steps(_BATCHES, steps, table),
+        steps=unpack_steps(BATCHES, steps, table),
         suspends=read_keys(table, suspends),
         resumes=tuple(Resume(table[read_index(key, table)], unpack_table(t)) for key, t in resumes),
     )
@@ -232,6 +164,7 @@ def _decode_admission(
     top_k: int,
     adjustments: Packed,
     prefilled: int,
+    resident: Packed,
 ) -> Admission:
     return Admission(
         key=table[read_index(key, table)],
@@ -243,12 +176,13 @@ def _decode_admission(
         top_k=read_int(top_k),
         **unpack_adjustments(adjustments),
         prefilled=read_int(prefilled),
+        resident=unpack_terms(resident),
     )
 
 
 def _result_fields(result: PlanResult) -> tuple[object, ...]:
     keys = KeyTable()
-    steps = _pack_steps(_RESULTS, result.steps, keys)
+    steps = pack_steps(RESULTS, result.steps, keys)
     failed = [(keys.index(row.key), row.message) for row in result.failed]
     times = pack_column("i", [min(us, 2**31 - 1) for us in result.device_us])
     answers = pack_answers(result.suspended, result.lost, keys)
@@ -269,7 +203,7 @@ def _decode_result(
     return PlanResult(
         epoch=read_int(epoch),
         seq=read_int(seq),
-        steps=_unpack_steps(_RESULTS, steps, table),
+        steps=unpack_steps(RESULTS, steps, table),
         failed=tuple(
             FailedRow(table[read_index(key, table)], read_text(text)) for key, text in failed
         ),

@@ -9,36 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from protocol.checks import require_distinct, require_equal_lengths, require_non_negative
+from protocol.resident import ResidentBatch
 from protocol.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from protocol.identity import RequestKey
+    from protocol.resident import ResidentTerms
     from protocol.rng import RngKey
 
 BlockTable: TypeAlias = tuple[tuple[int, ...], ...]
 """Block numbers, [planes][blocks]: entry [d][i] holds tokens i*block_size.. of depth d."""
-
-
-def require_equal_lengths(what: str, *columns: Sequence[object]) -> None:
-    """Raise ValueError unless every column has one entry a row."""
-    if len({len(column) for column in columns}) > 1:
-        lengths = [len(column) for column in columns]
-        raise ValueError(f"{what}: columns differ in length: {lengths}")
-
-
-def require_non_negative(what: str, *columns: Sequence[int]) -> None:
-    """Raise ValueError if any column holds a negative number."""
-    for column in columns:
-        if column and min(column) < 0:
-            raise ValueError(f"{what}: negative entry {min(column)}")
-
-
-def require_distinct(what: str, keys: Sequence[RequestKey]) -> None:
-    """Raise ValueError if a request has two rows in one batch."""
-    if len(set(keys)) != len(keys):
-        raise ValueError(f"{what}: a request appears twice")
 
 
 NO_LOGPROBS = -1
@@ -54,7 +35,7 @@ class Admission:
     are not sampled among the first `min_tokens` outputs. `logprobs` is how many alternatives are
     told beside each token's log probability. `prefilled` counts the prompt tokens whose KV is in
     the first of these blocks already, at every depth: prefill starts there, and nothing writes
-    before it.
+    before it. `resident` is set for a request whose exits and end the worker decides by itself.
     """
 
     key: RequestKey
@@ -72,6 +53,7 @@ class Admission:
     banned_ids: tuple[int, ...] = ()
     logprobs: int = NO_LOGPROBS
     prefilled: int = 0
+    resident: ResidentTerms | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -182,7 +164,7 @@ class CodaBatch:
             raise ValueError("coda: an exit depth is at least 1")
 
 
-Step: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch
+Step: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch | ResidentBatch
 
 
 @dataclass(frozen=True, slots=True)

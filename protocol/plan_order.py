@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import ProtocolError
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.plan import CodaBatch, PrefillBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 
 if TYPE_CHECKING:
     from protocol.plan import ExecutionPlan
@@ -55,7 +56,8 @@ def check_size(plan: ExecutionPlan, profile: WorkerProfile) -> None:
     """Raise ProtocolError for a plan that is larger than the worker takes.
 
     A step has at most a row a slot and max_step_tokens tokens; all steps of a plan together read
-    back at most max_step_tokens survivals and as many tokens.
+    back at most max_step_tokens survivals and as many tokens. A resident one has at most
+    max_ticks ticks.
     """
     read_back = {RecurrentBatch: 0, CodaBatch: 0}
     for step in plan.steps:
@@ -65,6 +67,11 @@ def check_size(plan: ExecutionPlan, profile: WorkerProfile) -> None:
             raise ProtocolError(
                 f"{name} of {rows} rows and {tokens} tokens, at most {profile.num_slots} and "
                 f"{profile.max_step_tokens}: split the plan"
+            )
+        if isinstance(step, ResidentBatch) and step.max_ticks > profile.max_ticks:
+            raise ProtocolError(
+                f"{name} of {step.max_ticks} ticks, at most {profile.max_ticks}: "
+                "ask for fewer, or for single steps if that is none"
             )
         if isinstance(step, RecurrentBatch | CodaBatch):
             read_back[type(step)] += rows

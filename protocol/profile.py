@@ -37,7 +37,7 @@ class WorkerProfile:
     `num_blocks` counts usable KV blocks over all planes, the scratch block already taken out;
     a request of T tokens needs planes * ceil(T / block_size). `max_step_tokens` bounds the rows
     of a decode step and the tokens of a prefill step. `snapshots` is the room for suspended
-    requests.
+    requests. `max_ticks` is the most ticks of a ResidentBatch; 0 when the worker runs none.
     """
 
     model: ModelProfile
@@ -50,10 +50,11 @@ class WorkerProfile:
     max_step_tokens: int
     layout: Layout = Layout.LAST_EXITED
     snapshots: SnapshotRoom = NO_SNAPSHOTS
+    max_ticks: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.num_slots, self.num_blocks, self.block_size, self.planes)
-        if min(*sizes, self.max_step_tokens) < 1:
+        if min(*sizes, self.max_step_tokens) < 1 or self.max_ticks < 0:
             raise ValueError("worker profile: sizes are at least 1")
         if self.planes != self.layout.planes(self.model.max_loops):
             raise ValueError(

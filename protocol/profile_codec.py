@@ -34,6 +34,7 @@ def pack_profile(profile: WorkerProfile) -> tuple[object, ...]:
         profile.block_size,
         profile.planes,
         profile.max_step_tokens,
+        profile.max_ticks,
         profile.layout.value,
     )
 
@@ -44,7 +45,7 @@ def unpack_profile(
     """A worker's profile from the wire."""
     *sizes, layout = sizes_and_layout
     name, fingerprint, vocab_size, max_positions, max_loops, eos_ids, exit_threshold = model
-    num_slots, num_blocks, block_size, planes, max_step_tokens = (read_int(size) for size in sizes)
+    num_slots, num_blocks, block_size, planes, max_step_tokens, max_ticks = map(read_int, sizes)
     return WorkerProfile(
         ModelProfile(
             read_text(name),
@@ -64,4 +65,5 @@ def unpack_profile(
         max_step_tokens,
         Layout(layout),
         unpack_room(snapshots),
+        max_ticks,
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-from protocol.plan import require_equal_lengths, require_non_negative
+from protocol.checks import require_equal_lengths, require_non_negative
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
+    from protocol.resident import RowState
     from protocol.snapshot import SnapshotHandle, SnapshotLoss
 
 
@@ -98,7 +100,58 @@ class CodaResult:
         require_non_negative("coda result", self.output_indices, self.tokens)
 
 
-StepResult: TypeAlias = PrefillResult | PreludeResult | RecurrentResult | CodaResult
+@dataclass(frozen=True, slots=True)
+class ResidentResult:
+    """What came of a ResidentBatch: the outputs of each row, and where it stands now.
+
+    `tokens` and `exit_depths` have a tuple a row, in the order of the outputs; `loops` are those of
+    the token that is in work at the end, 0 when it has not begun. `logprobs` is empty when no row
+    asked for any; else it has an entry for each output, row after row.
+
+    `live`, `exits` and `finished` have an entry a tick that was run: rows that looped, rows
+    whose token left, rows that ended.
+    """
+
+    keys: tuple[RequestKey, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    exit_depths: tuple[tuple[int, ...], ...]
+    loops: tuple[int, ...]
+    states: tuple[RowState, ...]
+    live: tuple[int, ...]
+    exits: tuple[int, ...]
+    finished: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_equal_lengths(
+            "resident result", self.keys, self.tokens, self.exit_depths, self.loops, self.states
+        )
+        require_equal_lengths("resident ticks", self.live, self.exits, self.finished)
+        require_non_negative(
+            "resident result", self.loops, self.live, self.exits, self.finished, *self.tokens
+        )
+        for tokens, depths in zip(self.tokens, self.exit_depths, strict=True):
+            require_equal_lengths("resident outputs", tokens, depths)
+            if depths and min(depths) < 1:
+                raise ValueError("resident result: an exit depth is at least 1")
+        if self.logprobs and len(self.logprobs) != sum(map(len, self.tokens)):
+            raise ValueError("resident result: log probabilities do not fit the outputs")
+
+    @property
+    def ticks(self) -> int:
+        """The ticks that were run."""
+        return len(self.live)
+
+    def logprobs_by_row(self) -> tuple[tuple[TokenLogprobs | None, ...], ...]:
+        """The entries of `logprobs` by row; None for each output if there are none."""
+        told = self.logprobs or (None,) * sum(map(len, self.tokens))
+        ends = tuple(accumulate(map(len, self.tokens), initial=0))
+        return tuple(told[start:end] for start, end in pairwise(ends))
+
+
+StepResult: TypeAlias = (
+    PrefillResult | PreludeResult | RecurrentResult | CodaResult | ResidentResult
+)
 
 
 @dataclass(frozen=True, slots=True)

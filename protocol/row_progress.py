@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Self
 
 from protocol.errors import ProtocolError
 from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 
 if TYPE_CHECKING:
     from protocol.identity import RequestKey
     from protocol.plan import Admission, BlockTable, Step
+    from protocol.resident import ResidentTerms
 
 
 @dataclass(slots=True)
 class RowProgress:
-    """One request on one worker. Owner: its slot. Mutated only by: advance and grant.
+    """One request on one worker. Owner: its slot. Mutated only by: advance, ran and grant.
 
     `capacity` counts the tokens that its blocks hold, in every plane. `position` is the token in
     work, -1 until the prompt is through, and `loops` the loops that it has run; `outputs` counts
-    sampled tokens, `sampled` says that the last of them waits for its PRELUDE.
+    sampled tokens, `sampled` says that the last of them waits for its PRELUDE. A request with
+    `terms` decodes in resident batches alone, and `finished` once it has ended.
     """
 
     key: RequestKey
@@ -36,6 +39,8 @@ class RowProgress:
     loops: int = 0
     outputs: int = 0
     sampled: bool = False
+    terms: ResidentTerms | None = None
+    finished: bool = False
 
     @classmethod
     def begin(cls, admission: Admission, max_loops: int) -> Self:
@@ -45,7 +50,8 @@ class RowProgress:
         KV, is what CODA samples from.
         """
         length, prefilled = len(admission.prompt), admission.prefilled
-        progress = cls(admission.key, length, max_loops, prefilled=prefilled)
+        terms = admission.resident
+        progress = cls(admission.key, length, max_loops, prefilled=prefilled, terms=terms)
         progress._require(prefilled < length, f"{prefilled} of {length} tokens are prefilled")
         return progress
 
@@ -79,6 +85,16 @@ class RowProgress:
                 self._recurrent(positions[row], depths[row])
             case CodaBatch(_, positions, exit_depths, output_indices):
                 self._coda(positions[row], exit_depths[row], output_indices[row])
+            case ResidentBatch():
+                self._require(self.terms is not None, "a resident row without its terms")
+                self._require(self.position >= 0, "a resident row before the end of its prompt")
+
+    def ran(self, outputs: int, loops: int, *, finished: bool) -> None:
+        """Resident ticks have given so many outputs; the token in work has run `loops` loops."""
+        self.outputs += outputs
+        self.position += outputs
+        self.loops = loops
+        self.finished = finished
 
     def _prefill(self, start: int, end: int) -> None:
         self._require(start == self.prefilled, f"prefill from {start}, {self.prefilled} are done")
@@ -89,6 +105,7 @@ class RowProgress:
             self.position, self.loops = end - 1, self.max_loops
 
     def _prelude(self, position: int, token: int) -> None:
+        self._require(self.terms is None, "a prelude of a resident request")
         self._require(self.sampled or token != SLOT_TOKEN, "prelude without a sampled token")
         self._require(self.position >= 0, "prelude before the end of its prompt")
         self._require(position == self.position + 1, f"prelude at {position} after {self.position}")
@@ -96,6 +113,7 @@ class RowProgress:
         self.position, self.loops, self.sampled = position, 0, False
 
     def _recurrent(self, position: int, depth: int) -> None:
+        self._require(self.terms is None, "a single loop of a resident request")
         self._require(not self.sampled, "a loop before the prelude of the sampled token")
         self._require(position == self.position, f"loop at {position}, in work is {self.position}")
         self._require(depth == self.loops, f"loop at depth {depth} after {self.loops} loops")
@@ -103,6 +121,7 @@ class RowProgress:
         self.loops += 1
 
     def _coda(self, position: int, exit_depth: int, output_index: int) -> None:
+        self._require(self.terms is None, "a coda of a resident request")
         self._require(not self.sampled, "a second coda of the same token")
         self._require(position == self.position, f"coda at {position}, in work is {self.position}")
         self._require(exit_depth == self.loops, f"exit depth {exit_depth} after {self.loops} loops")
@@ -126,6 +145,7 @@ def check_table(key: RequestKey, tables: BlockTable, planes: int, num_blocks: in
 def check_vocabulary(admission: Admission, vocab_size: int) -> None:
     """Raise ProtocolError unless every token that an admission names is one of the model's."""
     biased = (token for token, _ in admission.logit_bias)
-    largest = max((*admission.prompt, *biased, *admission.banned_ids))
+    ending = admission.resident.ending_ids if admission.resident else ()
+    largest = max((*admission.prompt, *biased, *admission.banned_ids, *ending))
     if largest >= vocab_size:
         raise ProtocolError(f"request {admission.key}: token {largest} is not in [0, {vocab_size})")

@@ -16,6 +16,7 @@ from protocol.errors import ProtocolError
 from protocol.exit_rule import round_to_float32
 from protocol.identity import RequestKey
 from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -23,9 +24,11 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    ResidentResult,
     TokenLogprobs,
 )
 from protocol.row_progress import RowProgress, check_table, check_vocabulary
+from protocol.scripted_resident import TickingRow, run_ticks
 from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
 
 if TYPE_CHECKING:
@@ -151,6 +154,31 @@ class ScriptedWorker:
                 logprobs = tuple(self._logprobs(self._slots[key]) for key in keys)
                 told = logprobs if any(logprobs) else ()
                 return CodaResult(keys, pick(step.output_indices), tokens, told)
+            case ResidentBatch():
+                return self._run_resident(step, [self._slots[key] for key in keys])
+
+    def _run_resident(self, step: ResidentBatch, slots: Sequence[_Slot]) -> ResidentResult:
+        rows = [
+            TickingRow.of(slot.progress, slot.progress.terms, slot.survival)
+            for slot in slots
+            if slot.progress.terms is not None
+        ]
+        live, exited, finished = run_ticks(rows, step, self._hazard, self._token)
+        logprobs = []
+        for slot, row in zip(slots, rows, strict=True):
+            slot.survival = row.survival
+            logprobs += [self._logprobs(slot)] * len(row.tokens)
+        return ResidentResult(
+            keys=tuple(row.progress.key for row in rows),
+            tokens=tuple(tuple(row.tokens) for row in rows),
+            exit_depths=tuple(tuple(row.exit_depths) for row in rows),
+            loops=tuple(row.loops for row in rows),
+            states=tuple(row.state for row in rows),
+            live=tuple(live),
+            exits=tuple(exited),
+            finished=tuple(finished),
+            logprobs=tuple(logprobs) if any(logprobs) else (),
+        )
 
     def _logprobs(self, slot: _Slot) -> TokenLogprobs | None:
         """The sampled token at -0.5, and the ids from 0 on at -1, -2, ..."""

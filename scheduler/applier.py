@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import add
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from protocol.exit_rule import FinishReason, finish_reason
-from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
-from protocol.result import CodaResult, PrefillResult, PreludeResult, RecurrentResult
+from protocol.plan import CodaBatch, RecurrentBatch
+from protocol.resident import ResidentBatch, RowState
+from protocol.result import CodaResult, RecurrentResult, ResidentResult
+from scheduler.answers import AnswerCheck, answered, planned
 from scheduler.output import output_since
 from scheduler.states import Event, State
 
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from protocol.plan import ExecutionPlan, Step
     from protocol.profile import ModelProfile
     from protocol.result import PlanResult, StepResult, TokenLogprobs
+    from scheduler.answers import Place
     from scheduler.output import RequestOutput
     from scheduler.request import Request
     from scheduler.stats import Totals
 
-Place: TypeAlias = tuple[int, ...]
-"""Where a row stands in its request, as plan and result both name it: the prefilled end, the
-position, (position, depth), or the output index."""
+Output: TypeAlias = "tuple[int, int, TokenLogprobs | None]"
+"""A token, its exit depth, and its log probabilities if it was asked for any."""
+
+Ticked: TypeAlias = (
+    "tuple[int, Sequence[int], Sequence[int], Sequence[TokenLogprobs | None], int, RowState]"
+)
+"""The most ticks of a plan; tokens, exit depths and log probabilities; loops and state now."""
 
 
 class ResultApplier:
@@ -47,6 +53,7 @@ class ResultApplier:
         self._plan = plan
         self._model = model
         self._totals = totals
+        self._check = AnswerCheck(requests, model)
         self._starts: dict[RequestKey, int] = {}
         self._moved = {*plan.suspends, *(resume.key for resume in plan.resumes)}
 
@@ -71,7 +78,7 @@ class ResultApplier:
     def _apply_step(
         self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
     ) -> None:
-        if answer is not None and self._answers_every_row(step, answer):
+        if answer is not None and self._check.matches(step, answer):
             take, values = self._taking(step, answer)
             for request, value in zip(map(self._requests.get, answer.keys), values, strict=True):
                 if request is None or not request.is_live:
@@ -85,7 +92,7 @@ class ResultApplier:
         self, step: Step, answer: StepResult | None, messages: dict[RequestKey, str]
     ) -> None:
         """Row by row, for an answer that is not what the plan asked for."""
-        due = _planned(step)
+        due = planned(step)
         if answer is not None:
             self._apply_due(step, answer, due)
         stage = type(step).__name__.removesuffix("Batch")
@@ -96,54 +103,19 @@ class ResultApplier:
     def _apply_due(self, step: Step, answer: StepResult, due: dict[RequestKey, Place]) -> None:
         """Apply the rows that are due, and take them out of `due`."""
         take, values = self._taking(step, answer)
-        for row, (key, place) in enumerate(_answered(step, answer)):
+        for row, (key, place) in enumerate(answered(step, answer)):
             if due.get(key) != place:
                 self._totals.stale_rows += 1
                 continue
             request = self._requests.get(key)
             if request is None or not request.is_live:
                 self._totals.discarded_rows += 1
-            elif not self._is_possible(answer, row):
+            elif not self._check.is_possible(answer, row):
                 self._totals.stale_rows += 1
                 continue
             else:
                 take(request, values[row])
             del due[key]
-
-    def _answers_every_row(self, step: Step, answer: StepResult) -> bool:
-        """Whether an answer has the rows of the plan, all of them, in its order."""
-        match step, answer:
-            case RecurrentBatch(), RecurrentResult(_, positions, depths, _):
-                same = positions == step.positions and depths == step.depths
-            case CodaBatch(), CodaResult(_, output_indices, tokens, _):
-                possible = max(tokens, default=0) < self._model.vocab_size
-                same = output_indices == step.output_indices and possible
-                same = same and all(self._told_as_asked(answer, row) for row in range(len(tokens)))
-            case PreludeBatch(), PreludeResult(_, positions):
-                same = positions == step.positions
-            case PrefillBatch(), PrefillResult(_, ends):
-                same = ends == tuple(map(add, step.starts, step.counts))
-            case _:
-                same = False
-        return same and answer.keys == step.keys
-
-    def _is_possible(self, answer: StepResult, row: int) -> bool:
-        """False for a token that the model does not have, or logprobs other than asked for."""
-        if not isinstance(answer, CodaResult):
-            return True
-        known = answer.tokens[row] < self._model.vocab_size
-        return known and self._told_as_asked(answer, row)
-
-    def _told_as_asked(self, answer: CodaResult, row: int) -> bool:
-        """Whether a row has the log probabilities that its request asks for, and no others."""
-        request = self._requests.get(answer.keys[row])
-        told = answer.logprobs[row] if answer.logprobs else None
-        asked = None if request is None else request.params.logprobs
-        if asked is None or told is None:
-            return asked is None and told is None
-        vocab_size = self._model.vocab_size
-        is_full = len(told.top_ids) == min(asked, vocab_size)
-        return is_full and all(token < vocab_size for token in told.top_ids)
 
     def _taking(
         self, step: Step, answer: StepResult
@@ -157,10 +129,13 @@ class ResultApplier:
                 exits = (depth_of.get(key, 0) for key in keys)
                 rows = zip(tokens, exits, logprobs or repeat(None), strict=False)
                 return self._append, tuple(rows)
+            case ResidentBatch(_, ticks, _), ResidentResult(_, tokens, depths, loops, states):
+                columns = (tokens, depths, answer.logprobs_by_row(), loops, states)
+                return self._take_ticks, tuple(zip(repeat(ticks), *columns, strict=False))
             case _:
                 return _nothing, answer.keys
 
-    def _append(self, request: Request, output: tuple[int, int, TokenLogprobs | None]) -> None:
+    def _append(self, request: Request, output: Output) -> None:
         token, exit_depth, logprobs = output
         self._starts.setdefault(request.key, len(request.tokens))
         request.append(token, exit_depth, logprobs)
@@ -174,6 +149,16 @@ class ResultApplier:
         )
         if reason is not None:
             request.end(Event.FINISH, reason)
+
+    def _take_ticks(self, request: Request, row: Ticked) -> None:
+        """The outputs of a resident row; whatever is behind its end is not part of it."""
+        ticks, tokens, exit_depths, logprobs, loops, state = row
+        request.ticked(ticks, loops)
+        for output in zip(tokens, exit_depths, logprobs, strict=True):
+            if request.is_live:
+                self._append(request, output)
+        if request.is_live and state is RowState.FINISHED:
+            self._fail(request.key, "its worker ended it after an output that is no end")
 
     def _take_snapshots(self, result: PlanResult) -> None:
         """Suspend what the plan suspends; a request without an answer to that fails."""
@@ -203,32 +188,3 @@ def _hear(request: Request, signal: tuple[int, int, float]) -> None:
 
 def _nothing(_request: Request, _key: RequestKey) -> None:
     """The row has run; that it was planned has moved the request on already."""
-
-
-def _planned(step: Step) -> dict[RequestKey, Place]:
-    """The rows of a step, each with its place."""
-    match step:
-        case PrefillBatch(keys, starts, counts):
-            ends = (start + count for start, count in zip(starts, counts, strict=True))
-            return dict(zip(keys, zip(ends), strict=True))
-        case PreludeBatch(keys, positions, _):
-            return dict(zip(keys, zip(positions), strict=True))
-        case RecurrentBatch(keys, positions, depths):
-            return dict(zip(keys, zip(positions, depths, strict=True), strict=True))
-        case CodaBatch(keys, _, _, output_indices):
-            return dict(zip(keys, zip(output_indices), strict=True))
-
-
-def _answered(step: Step, answer: StepResult) -> list[tuple[RequestKey, Place]]:
-    """The rows of an answer, each with its place; a place of another stage's answer is ()."""
-    match step, answer:
-        case PrefillBatch(), PrefillResult(keys, ends):
-            return list(zip(keys, zip(ends), strict=True))
-        case PreludeBatch(), PreludeResult(keys, positions):
-            return list(zip(keys, zip(positions), strict=True))
-        case RecurrentBatch(), RecurrentResult(keys, positions, depths, _):
-            return list(zip(keys, zip(positions, depths, strict=True), strict=True))
-        case CodaBatch(), CodaResult(keys, output_indices, _):
-            return list(zip(keys, zip(output_indices), strict=True))
-        case _:
-            return [(key, ()) for key in answer.keys]

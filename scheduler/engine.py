@@ -211,7 +211,7 @@ class Engine:
             self._waiting.place(self._try_place)
         plans = []
         for lane in self._lanes.values():
-            while (plan := lane.next_plan(now)) is not None:
+            while (plan := lane.next_plan(now, yields=bool(self._waiting))) is not None:
                 plans.append((lane.name, plan))
         return plans
 

@@ -6,12 +6,15 @@ from collections import deque
 from operator import add
 from typing import TYPE_CHECKING
 
+from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.exit_rule import FinishReason, ending_ids
 from protocol.layout import Layout
 from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
+from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
 from scheduler.kv_manager import KVManager
 from scheduler.planner import StepLimits, plan_steps
+from scheduler.resident import resident_terms
 from scheduler.states import Event, State
 from scheduler.stats import LaneStats
 from scheduler.suspended import SuspendedRequests
@@ -49,6 +52,7 @@ class Lane:
         self.requests: dict[RequestKey, Request] = {}
         self.caches_prompts = settings.prefix_caching and profile.layout is Layout.LAST_EXITED
         self.suspended = SuspendedRequests(profile.snapshots)
+        self._settings = settings
         self._limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         self._num_slots = min(
@@ -57,7 +61,6 @@ class Lane:
         self._grows = settings.reservation == "incremental"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
-        self._max_in_flight = settings.plans_in_flight
         self._in_flight: deque[tuple[ExecutionPlan, float]] = deque()
         self._seq = 0
 
@@ -74,12 +77,26 @@ class Lane:
     def takes_plan(self) -> bool:
         """Whether a plan can be made now.
 
-        None is made beside a token whose signal is on its way: it would miss that batch.
+        None is made beside a token whose signal is on its way: it would miss that batch. One more
+        than usual is made for what cannot wait until all ticks in flight have run.
         """
         if not self._in_flight:
             return True
+        limit = self._settings.plans_in_flight
+        if len(self._in_flight) == limit < MAX_PLANS_IN_FLIGHT and self._has_news():
+            limit += 1
         waits = (request.awaits_signal for request in self.requests.values())
-        return len(self._in_flight) < self._max_in_flight and not any(waits)
+        return len(self._in_flight) < limit and not any(waits)
+
+    def _has_news(self) -> bool:
+        """Whether ticks are in flight that should end early for an arrival or an end."""
+        plans = [plan for plan, _ in self._in_flight]
+        steps = (step for plan in plans for step in plan.steps)
+        if not any(isinstance(step, ResidentBatch) and step.max_ticks > 1 for step in steps):
+            return False
+        released = {key for plan in plans for key in plan.releases}
+        ended = (key for key, r in self.requests.items() if r.state is State.RELEASING)
+        return bool(self._admissions) or any(key not in released for key in ended)
 
     @property
     def num_suspended(self) -> int:
@@ -134,7 +151,8 @@ class Lane:
         if self._grows:
             first = min(len(request.prompt), prefilled + self._limits.chunk_size)
         tables = self.kv.commit(request.key, cost, self.kv.cost(first))
-        request.place(self.name, prefilled)
+        terms = resident_terms(request, self.profile, self._settings)
+        request.place(self.name, prefilled, terms)
         self.requests[request.key] = request
         self._admissions[request.key] = Admission(
             key=request.key,
@@ -152,6 +170,7 @@ class Lane:
             banned_ids=self._banned_ids(request),
             logprobs=NO_LOGPROBS if request.params.logprobs is None else request.params.logprobs,
             prefilled=request.prefilled,
+            resident=terms,
         )
 
     def _banned_ids(self, request: Request) -> tuple[int, ...]:
@@ -214,8 +233,11 @@ class Lane:
         if self.requests.pop(request.key, None) is not None:
             self.kv.release(request.key)
 
-    def next_plan(self, now: float) -> ExecutionPlan | None:
-        """What the worker is to run next; None while it has enough, or there is nothing."""
+    def next_plan(self, now: float, *, yields: bool = False) -> ExecutionPlan | None:
+        """What the worker is to run next; None while it has enough, or there is nothing.
+
+        With `yields`, somebody waits for room, and ticks end when a request does.
+        """
         if not self.takes_plan:
             return None
         requests = list(self.requests.values())
@@ -229,21 +251,20 @@ class Lane:
         for plan, _ in self._in_flight:
             releases = [key for key in releases if key not in plan.releases]
             suspends = [key for key in suspends if key not in plan.suspends]
-        steps = plan_steps(requests, self._limits)
+        steps = plan_steps(requests, self._limits, yields=yields)
         if not (releases or suspends or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
-        starting = (
-            [key for step in steps for key in step.keys if key in self._admissions]
-            if self._admissions
-            else []
-        )
+        admits: tuple[Admission, ...] = ()
+        if self._admissions:
+            named = dict.fromkeys(key for step in steps for key in step.keys)
+            admits = tuple(self._admissions.pop(key) for key in named if key in self._admissions)
         self._seq += 1
         plan = ExecutionPlan(
             epoch=self.epoch,
             seq=self._seq,
             releases=tuple(releases),
-            admits=tuple(self._admissions.pop(key) for key in starting),
+            admits=admits,
             grants=tuple(self._grants(steps)) if self._grows else (),
             steps=steps,
             suspends=tuple(suspends),
@@ -260,6 +281,8 @@ class Lane:
                     frontiers: Iterable[int] = map(add, starts, counts)
                 case PreludeBatch(keys, positions, _):
                     frontiers = (position + 1 for position in positions)
+                case ResidentBatch(keys):
+                    frontiers = (self.requests[key].reach for key in keys)
                 case _:
                     continue
             for key, frontier in zip(keys, frontiers, strict=True):

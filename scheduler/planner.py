@@ -2,7 +2,8 @@
 
 A row that exited passes CODA, PRELUDE and its first loop in one plan, because the sampled token
 stays in the worker's slot: a token takes exactly as many plans as its exit depth. If the token
-turns out to end the request, what ran after its CODA is discarded.
+turns out to end the request, what ran after its CODA is discarded. A resident row has one step for
+all that, of many ticks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 from protocol.stage import Stage
 from scheduler.states import State
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 
 # Looked up once: a plan asks for the stage of every row.
-_RECURRENT, _CODA, _PREFILL = Stage.RECURRENT, Stage.CODA, State.PREFILL
+_RECURRENT, _CODA, _RESIDENT = Stage.RECURRENT, Stage.CODA, Stage.RESIDENT
+_PREFILL = State.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class StepLimits:
     `chunk_size` one request's prompt tokens in a plan, `max_prefill_tokens` those of all requests,
     `max_tokens` them and the decoding rows together. Without `refill`, tokens that have left the
     core wait until nobody is left in it; with it, until there are `min_coda_batch` of them.
+    `max_ticks` bounds the ticks of resident rows.
     """
 
     chunk_size: int
@@ -41,6 +45,7 @@ class StepLimits:
     max_tokens: int
     refill: bool
     min_coda_batch: int
+    max_ticks: int
 
     @classmethod
     def of(cls, settings: SchedulerSettings, profile: WorkerProfile) -> StepLimits:
@@ -52,15 +57,19 @@ class StepLimits:
             max_tokens=min(settings.max_step_tokens or largest, largest),
             refill=settings.mode == "refill",
             min_coda_batch=settings.min_coda_batch,
+            max_ticks=min(settings.max_ticks, profile.max_ticks),
         )
 
 
-def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, ...]:
-    """CODA, PRELUDE, PREFILL, RECURRENT, without those that have no row; moves the requests on.
+def plan_steps(
+    requests: Sequence[Request], limits: StepLimits, *, yields: bool = False
+) -> tuple[Step, ...]:
+    """CODA, PRELUDE, PREFILL, RECURRENT, RESIDENT, without those that have no row.
 
-    Every request in the core has a row, whatever the prompts of others need. Rows keep the order
-    of `requests`, which must not be more than `limits.max_tokens`. A token whose signal is not
-    heard has no row, nor has an output before the one ahead of it has come back.
+    Moves the requests on. Every request in the core has a row, whatever the prompts of others need.
+    Rows keep the order of `requests`, which are not more than `limits.max_tokens`. A token whose
+    signal is not heard has no row, nor has an output before the one ahead of it has come back, nor
+    a resident request that ends in the ticks in flight. With `yields`, ticks stop when a row ends.
     """
     exited, core, prompts = [], [], []
     for request in requests:
@@ -76,14 +85,16 @@ def plan_steps(requests: Sequence[Request], limits: StepLimits) -> tuple[Step, .
     if exited and core and (not limits.refill or len(exited) < limits.min_coda_batch):
         # The core goes on without them; it empties within a token's loops, so they wait no longer.
         rows, exited = len(core), []
+    rows += sum(request.stage is _RESIDENT for request in requests)
     going_on = [request for request in exited if not request.is_last_output]
     prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
     coda, prelude = _coda(exited), _prelude(going_on)
     if going_on:
         core = [request for request in requests if request.stage is _RECURRENT]
     prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
-    steps: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
-    return tuple(step for step in steps if step.keys)
+    staged: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
+    resident = _resident(requests, limits.max_ticks, yields) if limits.max_ticks else ()
+    return tuple(step for step in staged if step.keys) + resident
 
 
 def _coda(exited: Iterable[Request]) -> CodaBatch:
@@ -113,6 +124,21 @@ def _recurrent(core: Sequence[Request]) -> RecurrentBatch:
     for request in core:
         request.loop()
     return batch
+
+
+def _resident(
+    requests: Sequence[Request], max_ticks: int, yields: bool
+) -> tuple[ResidentBatch, ...]:
+    """One batch of the resident rows, or none; also those whose prompt this plan completes."""
+    rows = [r for r in requests if r.stage is _RESIDENT and not r.ends_in_flight]
+    if not rows:
+        return ()
+    # Whoever is planned loop by loop, or chunk by chunk, gets on by one step a plan.
+    others = any(request.is_live and request.stage is not _RESIDENT for request in requests)
+    ticks = 1 if others else max_ticks
+    for request in rows:
+        request.tick(ticks)
+    return (ResidentBatch(tuple([request.key for request in rows]), ticks, yields),)
 
 
 def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> PrefillBatch:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
     from protocol.profile import ModelProfile
+    from protocol.resident import ResidentTerms
     from protocol.result import TokenLogprobs
     from protocol.sampling import SamplingParams
     from scheduler.exit_policy import ExitPolicy
@@ -39,8 +40,10 @@ class Request:
     of a full pass, which the prompt always takes; `max_loops` bounds the outputs after the first.
     `loops_done` counts the loops of the token at `position`, `heard` the signals of them that came
     back; `fired` says that one of these let it leave. `sampling` counts the outputs that are
-    planned and not delivered, at most one. `bypasses` counts the requests that were placed past
-    this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
+    planned and not delivered, at most one. A `resident` request decodes on its worker, in plans of
+    many ticks; `ticks_in_flight` are those of plans that are not answered, `least_loops` the fewest
+    loops that an output after the first can take. `bypasses` counts the requests that were placed
+    past this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
     """
 
     key: RequestKey
@@ -66,6 +69,9 @@ class Request:
     fired: bool = False
     sampling: int = 0
     later_loops: int = 0
+    resident: bool = False
+    least_loops: int = 1
+    ticks_in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
@@ -139,20 +145,52 @@ class Request:
         """Whether the next output is the last that is allowed."""
         return self.output_index + 1 >= self.params.max_tokens
 
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the ticks in flight reach its last output, unless they are cut short."""
+        left = self.params.max_tokens - len(self.tokens)
+        # The first output takes no loop on top of the prompt's.
+        loops = self.full_depth * left - (self.loops_done if self.tokens else self.full_depth)
+        return 0 < self.ticks_in_flight >= loops
+
     def pass_over(self) -> None:
         """A request behind this one was placed before it."""
         self.bypasses += 1
 
-    def place(self, lane: str, prefilled: int = 0) -> None:
-        """A lane has taken the request, and has the KV of its first `prefilled` tokens."""
+    def place(self, lane: str, prefilled: int = 0, resident: ResidentTerms | None = None) -> None:
+        """A lane has taken the request, and has the KV of its first `prefilled` tokens.
+
+        With `resident`, its worker decides its exits and its end.
+        """
         self._to(Event.PLACE)
         self.lane = lane
         self.prefilled = prefilled
+        if resident is not None:
+            self.resident = True
+            self.least_loops = resident.min_loops
 
     @property
     def written(self) -> int:
-        """Tokens [0, written) have KV on the worker once it has run what is planned."""
-        return self.prefilled if self.in_prompt else self.position + (self.loops_done > 0)
+        """Tokens [0, written) have KV on the worker once it has run what is planned.
+
+        At most so many, while resident ticks are in flight.
+        """
+        if self.in_prompt:
+            return self.prefilled
+        if self.ticks_in_flight:
+            return self.reach
+        return self.position + (self.loops_done > 0)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that may have KV, or need room for it, once the ticks in flight have run.
+
+        Example: 5 prompt tokens, 2 outputs, at least 2 loops an output, 1 loop done, 8 ticks
+        in flight -> 4 more outputs at most, so 5 + 2 + 4 tokens.
+        """
+        started = self.loops_done if self.tokens else 0
+        more = (started + self.ticks_in_flight) // self.least_loops + (not self.tokens)
+        return min(self.capacity_tokens, len(self.prompt) + len(self.tokens) + more)
 
     def suspend(self) -> None:
         """It has to leave its lane's slot and blocks; no further row of it is planned."""
@@ -171,7 +209,7 @@ class Request:
         """Prompt tokens [0, end) go through every depth; the last one then waits for its CODA."""
         if end == len(self.prompt):
             self._to(Event.PROMPT)
-            self.stage = Stage.CODA
+            self.stage = Stage.RESIDENT if self.resident else _CODA
             self.loops_done = self.full_depth
         self.prefilled = end
 
@@ -212,11 +250,21 @@ class Request:
         else:
             self.stage = None
 
+    def tick(self, ticks: int) -> None:
+        """Up to so many ticks more on the worker."""
+        self.ticks_in_flight += ticks
+
+    def ticked(self, ticks: int, loops: int) -> None:
+        """A plan of up to `ticks` ticks is answered; the token in work has run `loops` loops."""
+        self.ticks_in_flight -= ticks
+        self.loops_done = loops
+
     def append(self, token: int, exit_depth: int, logprobs: TokenLogprobs | None = None) -> None:
         """An output has come back, sampled after `exit_depth` loops."""
         if self.tokens:
             self.later_loops += exit_depth
-        self.sampling -= 1
+        if not self.resident:
+            self.sampling -= 1
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)

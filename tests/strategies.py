@@ -22,6 +22,7 @@ from protocol.plan import (
     Resume,
 )
 from protocol.profile import ModelProfile, WorkerProfile
+from protocol.resident import MAX_ENDING_IDS, ResidentBatch, ResidentTerms, RowState
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -29,6 +30,7 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    ResidentResult,
     TokenLogprobs,
 )
 from protocol.rng import MAX_SEED, RngKey
@@ -67,6 +69,16 @@ def block_tables(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(draw(plane) for _ in range(planes))
 
 
+resident_terms = st.builds(
+    lambda loops, bound, max_tokens, ending, forced: ResidentTerms(
+        min(loops), max(loops), bound, max_tokens, ending, forced * max_tokens
+    ),
+    st.tuples(counts, counts),
+    st.floats(-1.0, 1.0),
+    st.integers(1, 5),
+    st.lists(numbers, max_size=MAX_ENDING_IDS).map(tuple),
+    st.lists(counts, max_size=1).map(tuple),
+)
 admissions = st.builds(
     Admission,
     key=request_keys,
@@ -84,6 +96,7 @@ admissions = st.builds(
     banned_ids=st.lists(numbers, max_size=4).map(tuple),
     logprobs=st.integers(NO_LOGPROBS, MAX_LOGPROBS),
     prefilled=numbers,
+    resident=st.none() | resident_terms,
 )
 grants = st.builds(Grant, request_keys, block_tables())
 steps = st.one_of(
@@ -91,6 +104,12 @@ steps = st.one_of(
     rows(PreludeBatch, numbers, tokens),
     rows(RecurrentBatch, numbers, numbers),
     rows(CodaBatch, numbers, counts, numbers),
+    st.builds(
+        ResidentBatch,
+        st.lists(request_keys, max_size=4, unique=True).map(tuple),
+        counts,
+        st.booleans(),
+    ),
 )
 plans = st.builds(
     ExecutionPlan,
@@ -123,7 +142,28 @@ def token_logprobs(draw: st.DrawFn) -> TokenLogprobs:
     return TokenLogprobs(draw(logprob_values), ids, values)
 
 
+@st.composite
+def resident_results(draw: st.DrawFn) -> ResidentResult:
+    """Rows with some outputs each, with log probabilities or without, and some ticks."""
+    keys = draw(st.lists(request_keys, max_size=4, unique=True))
+    sizes = [draw(st.integers(0, 3)) for _ in keys]
+    ticks = draw(st.integers(0, 4))
+    told = st.lists(st.none() | token_logprobs(), min_size=sum(sizes), max_size=sum(sizes))
+    return ResidentResult(
+        keys=tuple(keys),
+        tokens=tuple(tuple(draw(numbers) for _ in range(size)) for size in sizes),
+        exit_depths=tuple(tuple(draw(counts) for _ in range(size)) for size in sizes),
+        loops=tuple(draw(numbers) for _ in keys),
+        states=tuple(draw(st.sampled_from(RowState)) for _ in keys),
+        live=tuple(draw(numbers) for _ in range(ticks)),
+        exits=tuple(draw(numbers) for _ in range(ticks)),
+        finished=tuple(draw(numbers) for _ in range(ticks)),
+        logprobs=tuple(draw(st.just([]) | told)),
+    )
+
+
 step_results = st.one_of(
+    resident_results(),
     rows(PrefillResult, numbers),
     rows(PreludeResult, numbers),
     rows(RecurrentResult, numbers, numbers, survivals),
@@ -166,7 +206,8 @@ def profiles(draw: st.DrawFn) -> WorkerProfile:
     slots, blocks, block_size, tokens = (draw(counts) for _ in range(4))
     planes = layout.planes(model.max_loops)
     names, room = (draw(text), draw(text)), SnapshotRoom(*(draw(sizes) for _ in range(4)))
-    return WorkerProfile(model, *names, slots, blocks, block_size, planes, tokens, layout, room)
+    sizes_of = (slots, blocks, block_size, planes, tokens)
+    return WorkerProfile(model, *names, *sizes_of, layout, room, draw(numbers))
 
 
 frames: st.SearchStrategy[Frame] = st.one_of(

@@ -12,6 +12,7 @@ import torch
 
 from protocol.errors import ProtocolError
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 from protocol.result import FailedRow, PrefillResult, PreludeResult
 from protocol.snapshot import NO_SNAPSHOTS, SnapshotLoss
 from worker.outcome import (
@@ -178,3 +179,5 @@ class ModelRunner:
                 return lambda failed: read_tokens(
                     batch, tokens.tolist(), read_logprobs(values, counts), failed
                 )
+            case ResidentBatch():
+                raise ProtocolError("this worker runs no resident ticks: plan single steps")

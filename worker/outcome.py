@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
+from protocol.resident import ResidentBatch
 from protocol.result import (
     CodaResult,
     FailedRow,
@@ -15,6 +16,7 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    ResidentResult,
     StepResult,
     TokenLogprobs,
 )
@@ -34,6 +36,7 @@ EMPTY_RESULTS: dict[type[Step], StepResult] = {
     PreludeBatch: PreludeResult((), ()),
     RecurrentBatch: RecurrentResult((), (), (), ()),
     CodaBatch: CodaResult((), (), ()),
+    ResidentBatch: ResidentResult((), (), (), (), (), (), (), ()),
 }
 
 NOT_A_NUMBER = "the model computed values that are not numbers; check the checkpoint and its dtype"
@@ -71,7 +74,9 @@ class PlanOutcome:
 
 
 def select_rows(step: Step, rows: Sequence[int]) -> Step:
-    """The step with only these of its rows: every field of a step is a column."""
+    """The step with only these of its rows; every field of a staged step is a column."""
+    if isinstance(step, ResidentBatch):
+        return replace(step, keys=tuple(step.keys[row] for row in rows))
     columns = (getattr(step, column.name) for column in fields(step))
     return type(step)(*(tuple(column[row] for row in rows) for column in columns))
 

@@ -9,6 +9,7 @@ from protocol.config import SchedulerSettings
 from protocol.layout import Layout
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.profile import ModelProfile, WorkerProfile
+from protocol.resident import ResidentBatch
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor
 from protocol.snapshot import NO_SNAPSHOTS, SnapshotRoom
@@ -42,8 +43,9 @@ def make_profile(
     layout: Layout = Layout.LAST_EXITED,
     max_step_tokens: int = 32,
     snapshots: SnapshotRoom = NO_SNAPSHOTS,
+    max_ticks: int = 0,
 ) -> WorkerProfile:
-    """A small CPU worker."""
+    """A small CPU worker, without resident ticks unless it is given some."""
     model = model or make_model()
     return WorkerProfile(
         model,
@@ -56,6 +58,7 @@ def make_profile(
         max_step_tokens,
         layout,
         snapshots,
+        max_ticks,
     )
 
 
@@ -191,7 +194,8 @@ class Bench:
 def trace(plan: ExecutionPlan) -> str:
     """A plan as text: `-id` release, `~id` suspend, `^id` resume, `+id` admission, then the steps.
 
-    PREFILL a[0:4), PRELUDE a@5, LOOP a@5d0 (0-based depth), CODA a@5x2#1 (exit depth, output).
+    PREFILL a[0:4), PRELUDE a@5, LOOP a@5d0 (0-based depth), CODA a@5x2#1 (exit depth, output),
+    TICKS a b x16 (ticks at most).
     """
     parts = [f"-{key.request_id}" for key in plan.releases]
     parts += [f"~{key.request_id}" for key in plan.suspends]
@@ -219,6 +223,8 @@ def _step(step: Step) -> str:
                 for i, p, x, o in zip(ids, positions, exits, indices, strict=True)
             )
             return "CODA " + " ".join(rows)
+        case ResidentBatch(_, ticks, yields):
+            return f"TICKS {' '.join(ids)} x{ticks}{' yields' if yields else ''}"
 
 
 def texts(outputs: Iterable[RequestOutput]) -> dict[str, tuple[list[int], list[int]]]:

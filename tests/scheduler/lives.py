@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from protocol.exit_rule import FinishReason, exits, round_to_float32, survival_bound
 from protocol.plan import CodaBatch, PrefillBatch, RecurrentBatch
+from protocol.result import ResidentResult
 from protocol.scripted_executor import scripted_hazard, scripted_token
 from tests.scheduler.bench import make_model
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from protocol.identity import RequestKey
     from protocol.plan import Admission, ExecutionPlan, Resume
+    from protocol.result import PlanResult
     from protocol.sampling import SamplingParams
     from scheduler.output import RequestOutput
 
@@ -87,6 +89,7 @@ class Storage:
     cells: dict[tuple[int, int], object] = field(default_factory=dict)
     prefilled: dict[RequestKey, int] = field(default_factory=dict)
     asleep: dict[RequestKey, tuple[Admission, int]] = field(default_factory=dict)
+    outputs: dict[RequestKey, int] = field(default_factory=dict)
 
     def drop(self, keys: Iterable[RequestKey]) -> None:
         for key in keys:
@@ -106,8 +109,13 @@ class Storage:
                 block = table[position // self.block_size]
                 self.cells[block, position % self.block_size] = known(life, position)
 
-    def run(self, plan: ExecutionPlan, lives: Mapping[RequestKey, Life]) -> None:
-        """Take the plan's admissions and writes, and check what it may read and write."""
+    def run(
+        self, plan: ExecutionPlan, result: PlanResult, lives: Mapping[RequestKey, Life]
+    ) -> None:
+        """Take the plan's admissions and writes, and check what it may read and write.
+
+        Where resident rows have written is told by their result alone.
+        """
         for resume in plan.resumes:
             self.resume(resume, lives[resume.key])
         for item in plan.admits:
@@ -119,7 +127,7 @@ class Storage:
             tables = tuple(map(add, item.tables, grant.tables))
             self.admitted[grant.key] = replace(item, tables=tables)
         holders = self.holders()
-        for key, plane, position, full in writes(plan):
+        for key, plane, position, full in (*writes(plan), *self.ticked(result)):
             block = self.admitted[key].tables[plane][position // self.block_size]
             assert holders[block] == [key], "a block with two writers"
             value = known(lives[key], position) if full else (key, position)
@@ -132,6 +140,19 @@ class Storage:
                 for table in item.tables:
                     cell = self.cells.get((table[place[0]], place[1]))
                     assert cell == known(lives[key], position), f"{key} reads other KV"
+
+    def ticked(self, result: PlanResult) -> Iterator[tuple[RequestKey, int, int, bool]]:
+        """What resident rows have written, from where their last plan left them."""
+        for step in result.steps:
+            if not isinstance(step, ResidentResult):
+                continue
+            for key, tokens, loops in zip(step.keys, step.tokens, step.loops, strict=True):
+                start = self.outputs.get(key, 0)
+                self.outputs[key] = end = start + len(tokens)
+                base = len(self.admitted[key].prompt)
+                # Output i sits at base + i; the last one has KV once it has run a loop.
+                for position in range(base + max(start - 1, 0), base + end - (loops == 0)):
+                    yield from ((key, plane, position, False) for plane in range(MODEL.max_loops))
 
     def holders(self) -> dict[int, list[RequestKey]]:
         """The live tables that each block is in."""

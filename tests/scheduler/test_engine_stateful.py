@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protocol.config import SchedulerSettings
 from protocol.errors import LoopmeshError
 from protocol.exit_rule import FinishReason
+from protocol.resident import RowState
+from protocol.result import ResidentResult
 from protocol.sampling import SamplingParams
 from protocol.scripted_executor import ScriptedExecutor
 from scheduler.engine import Engine
@@ -86,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         loops=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
         threshold=st.sampled_from(THRESHOLDS),
-        stops=st.sets(st.integers(1, 63), max_size=12),
+        stops=st.sets(st.integers(1, 63), max_size=18),
         priority=st.integers(0, 2),
         forced=st.none() | st.lists(st.integers(1, 4), min_size=7, max_size=7),
     )
@@ -149,16 +151,21 @@ class EngineMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now += 1.0
         for lane, plan in self.engine.plan(self.now):
-            assert len(self.flying[lane]) < self.scheduler.get("plans_in_flight", 1)  # type: ignore[operator]
+            limit = SchedulerSettings.model_validate(self.scheduler).plans_in_flight
+            # Resident ticks in flight make way for an arrival or an end in one plan more.
+            assert len(self.flying[lane]) < limit + (self.profiles[lane].max_ticks > 1)
             storage = self.storage[lane]
             assert set(plan.releases) <= {*storage.admitted, *storage.asleep}
             assert set(plan.suspends) <= set(storage.admitted)
             self.check_victims(plan.suspends)
-            storage.run(plan, self.lives)
             submission = self.executors[lane].submit(plan)
             result = submission.collect(0.0)
+            storage.run(plan, result, self.lives)
             assert result.failed == (), "the worker refused a row"
             assert result.lost == (), "no room for a snapshot"
+            for step in result.steps:
+                if isinstance(step, ResidentResult):
+                    assert RowState.PARKED not in step.states, "ticks without a block"
             submission.retire()
             self.flying[lane].append((plan, result))
 
@@ -347,6 +354,30 @@ class DeepMachine(EngineMachine):
     scheduler: ClassVar[dict[str, object]] = {"plans_in_flight": 4, "mode": "no_refill"}
 
 
+TICKING = {
+    lane: replace(profile, max_ticks=ticks)
+    for (lane, profile), ticks in zip(PROFILES.items(), (4, 9), strict=True)
+}
+
+
+class ResidentMachine(EngineMachine):
+    """The same with workers that decide exits and ends, beside requests that they cannot."""
+
+    profiles: ClassVar[dict[str, WorkerProfile]] = TICKING
+    scheduler: ClassVar[dict[str, object]] = {"max_ticks": 6}
+
+
+class ResidentPipelinedMachine(EngineMachine):
+    """The same with two plans in flight and blocks that come one by one."""
+
+    profiles: ClassVar[dict[str, WorkerProfile]] = TICKING
+    scheduler: ClassVar[dict[str, object]] = {
+        "plans_in_flight": 2,
+        "reservation": "incremental",
+        "kv_watermark": 0.2,
+    }
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestGrowing = GrowingMachine.TestCase
@@ -359,3 +390,7 @@ TestPipelined = PipelinedMachine.TestCase
 TestPipelined.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestDeep = DeepMachine.TestCase
 TestDeep.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestResident = ResidentMachine.TestCase
+TestResident.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestResidentPipelined = ResidentPipelinedMachine.TestCase
+TestResidentPipelined.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

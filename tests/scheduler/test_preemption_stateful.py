@@ -91,9 +91,25 @@ class PipelinedMachine(PreemptingMachine):
     }
 
 
+class ResidentMachine(PreemptingMachine):
+    """The same with victims that decode on their worker."""
+
+    profiles: ClassVar[dict[str, WorkerProfile]] = {
+        lane: replace(profile, max_ticks=3) for lane, profile in SMALL.items()
+    }
+    scheduler: ClassVar[dict[str, object]] = {
+        "policy": "priority",
+        "preemption": True,
+        "reservation": "incremental",
+        "plans_in_flight": 2,
+    }
+
+
 TestPreempting = PreemptingMachine.TestCase
 TestPreempting.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestCrowded = CrowdedMachine.TestCase
 TestCrowded.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 TestPipelined = PipelinedMachine.TestCase
 TestPipelined.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestResident = ResidentMachine.TestCase
+TestResident.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -18,6 +18,7 @@ from protocol.result import (
     PrefillResult,
     PreludeResult,
     RecurrentResult,
+    ResidentResult,
     StepResult,
     TokenLogprobs,
 )
@@ -98,6 +99,8 @@ def shifted(step: StepResult, row: int) -> StepResult:
             return replace(step, depths=bump(depths))
         case PrefillResult(_, ends):
             return replace(step, ends=bump(ends))
+        case ResidentResult():
+            raise AssertionError("a resident row is nowhere else")
 
 
 @pytest.mark.parametrize(("index", "stage"), [(0, "Coda"), (1, "Prelude"), (2, "Recurrent")])
