@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Self
 
@@ -26,7 +27,7 @@ from scheduler.engine import Engine
 from worker.models.registry import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping
     from types import TracebackType
 
     from cluster.generation import Completion, TextDelta
@@ -205,6 +206,10 @@ class LLM:
         tenant: str,
         assemblers: dict[str, TextAssembler],
     ) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"the parameters are {params!r:.80}: give SamplingParams(...)")
+        if not isinstance(prompt, str | Sequence):
+            raise RequestError(f"the prompt is {prompt!r:.80}, not a text or a list of token ids")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         seed = resolve_seed(params.seed)
         request_id = str(next(self._ids))
@@ -245,6 +250,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a text and a list of integers are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"the prompts are {prompts!r:.80}: give a text, or a list of prompts")
     ids = [entry for entry in prompts if isinstance(entry, int)]
     if ids and len(ids) == len(prompts):
         return [ids]
@@ -259,6 +266,10 @@ def _one_each(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(
+            f"the parameters are {params!r:.80}: give SamplingParams, or a list of them"
+        )
     if len(params) != count:
         raise RequestError(
             f"{len(params)} SamplingParams for {count} prompts: give one for all, or one for each"

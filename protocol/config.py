@@ -11,7 +11,7 @@ from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.layout import Layout
 
 Count = Annotated[int, Field(strict=True, ge=1)]
-Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 
 ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
@@ -133,7 +133,7 @@ class SchedulerSettings(Settings):
     policy: Literal["fcfs", "priority"] = "fcfs"
     admission_scan_limit: Count = 64
     max_admission_bypasses: Annotated[int, Field(strict=True, ge=0)] = 8
-    kv_watermark: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    kv_watermark: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = 0.0
     max_running: Count | None = None
     reservation: Literal["full", "incremental"] = "full"
     mode: Literal["refill", "no_refill"] = "refill"
@@ -143,7 +143,7 @@ class SchedulerSettings(Settings):
     placement: PlacementName = "loop_debt"
     prefix_caching: Annotated[bool, Field(strict=True)] = True
     affinity_window: Annotated[int, Field(strict=True, ge=0)] = 256
-    preemption: bool = False
+    preemption: Annotated[bool, Field(strict=True)] = False
     plans_in_flight: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS_IN_FLIGHT)] = 1
     resident: Annotated[bool, Field(strict=True)] = True
     max_ticks: Count = 16
@@ -163,8 +163,8 @@ class ClusterSettings(Settings):
     """
 
     num_workers: Count = 1
-    num_cpus: Annotated[float, Field(ge=0.0)] = 1.0
-    num_gpus: Annotated[float, Field(ge=0.0)] = 0.0
+    num_cpus: Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)] = 1.0
+    num_gpus: Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)] = 0.0
     plan_port_range: tuple[Port, Port] = (20000, 29999)
     place_timeout: Seconds = 30.0
     start_timeout: Seconds = 180.0
@@ -177,9 +177,14 @@ class ClusterSettings(Settings):
     def _check(self) -> Self:
         first, last = self.plan_port_range
         if first > last:
-            raise ValueError(f"plan_port_range ({first}, {last}) is empty")
+            raise ValueError(
+                f"plan_port_range ({first}, {last}) is empty: give the lower port first"
+            )
         if self.silence_timeout < 4 * self.beat_interval:
-            raise ValueError("silence_timeout is at least four beat_intervals")
+            raise ValueError(
+                f"silence_timeout {self.silence_timeout:g} is below four beat_intervals of "
+                f"{self.beat_interval:g}: raise it or beat more often"
+            )
         return self
 
 

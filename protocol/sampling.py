@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Self
 
@@ -80,8 +81,10 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias")
     @classmethod
     def _distinct(cls, pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        if len({token for token, _ in pairs}) < len(pairs):
-            raise ValueError("a token id appears twice")
+        counts = Counter(token for token, _ in pairs)
+        twice = [token for token, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(f"token {twice[0]} appears twice: give it one bias")
         return pairs
 
     @model_validator(mode="after")
@@ -89,7 +92,13 @@ class SamplingParams(BaseModel):
         if self.top_k == 0:
             raise ValueError("top_k is -1 (keep every token) or at least 1")
         if self.max_loops is not None and self.max_loops < self.min_loops:
-            raise ValueError(f"max_loops {self.max_loops} is below min_loops {self.min_loops}")
+            raise ValueError(
+                f"max_loops {self.max_loops} is below min_loops {self.min_loops}: "
+                "raise it or lower min_loops"
+            )
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+            raise ValueError(
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: "
+                "lower it or raise max_tokens"
+            )
         return self

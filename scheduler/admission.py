@@ -8,12 +8,12 @@ from protocol.errors import CapacityError, RequestError
 from protocol.exit_rule import ending_ids
 from protocol.identity import MAX_REQUEST_ID_LENGTH
 from protocol.rng import MAX_SEED
+from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from protocol.profile import ModelProfile
-    from protocol.sampling import SamplingParams
     from scheduler.lane import Lane
 
 
@@ -51,6 +51,8 @@ def checked_prompt(prompt: Sequence[int], model: ModelProfile) -> tuple[int, ...
 
 def check_params(params: SamplingParams, seed: int, model: ModelProfile) -> None:
     """Raise RequestError for bounds that the model does not have, or a seed out of range."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"the parameters are {params!r:.80}: give SamplingParams(...)")
     for name, loops in (("min_loops", params.min_loops), ("max_loops", params.max_loops)):
         if loops is not None and loops > model.max_loops:
             raise RequestError(

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -140,6 +141,28 @@ def test_parameters_are_one_for_all_or_one_for_each(llm: LLM) -> None:
         llm.generate(["a", "b"], [ADAPTIVE])
     with pytest.raises(RequestError, match="4 loops"):
         llm.generate("a", SamplingParams(max_loops=5))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("Once", {"max_tokens": 3}, "the parameters are {'max_tokens': 3}: give SamplingParams"),
+        ("Once", [{"max_tokens": 3}], "the parameters are {'max_tokens': 3}: give SamplingParams"),
+        ("Once", 5, "the parameters are 5: give SamplingParams, or a list of them"),
+        (5, None, "the prompts are 5: give a text, or a list of prompts"),
+        ([1.5], None, "the prompt is 1.5, not a text or a list of token ids"),
+        (["Once", None], None, "prompt 1: the prompt is None, not a text or a list of token ids"),
+        ([["Once"]], None, "prompt token 0 is 'Once', not an int"),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameters_is_named(
+    llm: LLM,
+    prompts: Any,  # noqa: ANN401
+    params: Any,  # noqa: ANN401
+    message: str,
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        llm.generate(prompts, params)
 
 
 def test_a_closed_stream_is_aborted_and_drained(llm: LLM) -> None:

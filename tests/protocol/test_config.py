@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, get_args
+
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from protocol.config import Configuration, parse_configuration
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -48,6 +53,8 @@ def test_a_configuration_survives_json() -> None:
         ({"scheduler": {"exit_policy": "trace"}}, r"scheduler\.exit_policy"),
         ({"scheduler": {"placement": "random"}}, r"scheduler\.placement"),
         ({"scheduler": {"prefix_caching": 1}}, r"scheduler\.prefix_caching: .*boolean"),
+        ({"scheduler": {"preemption": True}}, 'set policy "priority" as well'),
+        ({"scheduler": {"plans_in_flight": 0}}, r"scheduler\.plans_in_flight: .*equal to 1"),
         ({"scheduler": {"affinity_window": -1}}, r"scheduler\.affinity_window: .*equal to 0"),
         ([1], "configuration"),
     ],
@@ -62,44 +69,92 @@ def test_settings_cannot_be_changed() -> None:
         Configuration().worker.num_slots = 3
 
 
+def models(settings: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The settings class and those inside it."""
+    yield settings
+    for field in settings.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from models(field.annotation)
+
+
+def kind_of(annotation: object) -> object:
+    """What a field holds when it is not None, without its bounds."""
+    inner = [arg for arg in get_args(annotation) if arg is not type(None)]
+    return kind_of(inner[0]) if inner else annotation
+
+
+NUMBERS = [
+    (settings, name, kind_of(field.annotation))
+    for settings in models(Configuration)
+    for name, field in settings.model_fields.items()
+    if kind_of(field.annotation) in (int, float, bool) and name != "plan_port_range"
+]
+
+
+@pytest.mark.parametrize(("settings", "name", "kind"), NUMBERS)
+def test_a_number_is_a_number_of_its_kind(settings: type[BaseModel], name: str, kind: type) -> None:
+    wrong = {int: (True, 1.5, "1"), float: (True, "1", float("nan")), bool: (1, "yes")}
+    assert len(NUMBERS) >= 32
+    for value in wrong[kind]:
+        with pytest.raises(ValidationError, match=name):
+            settings.model_validate({name: value})
+
+
 @pytest.mark.parametrize(
-    "values",
+    ("values", "message"),
     [
-        {"max_tokens": 0},
-        {"max_tokens": True},
-        {"max_tokens": 1.0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": "0.5"},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": 0},
-        {"top_k": -2},
-        {"seed": -1},
-        {"seed": 2**63},
-        {"min_loops": 0},
-        {"min_loops": 3, "max_loops": 2},
-        {"exit_threshold": 1.5},
-        {"ignore_eos": 1},
-        {"stop_token_ids": (-1,)},
-        {"priority": 0.5},
-        {"forced_depths": (4, 0)},
-        {"forced_depths": (4, 1.0)},
-        {"priority": 2**31},
-        {"surprise": 1},
+        ({"max_tokens": 0}, "max_tokens\n.*greater than or equal to 1"),
+        ({"max_tokens": True}, "max_tokens\n.*valid integer"),
+        ({"max_tokens": 1.0}, "max_tokens\n.*valid integer"),
+        ({"temperature": -0.1}, "temperature\n.*greater than or equal to 0"),
+        ({"temperature": float("nan")}, "temperature\n.*finite number"),
+        ({"temperature": "0.5"}, "temperature\n.*valid number"),
+        ({"top_p": 0.0}, "top_p\n.*greater than 0"),
+        ({"top_p": 1.1}, "top_p\n.*less than or equal to 1"),
+        ({"top_k": 0}, r"top_k is -1 \(keep every token\) or at least 1"),
+        ({"top_k": -2}, "top_k\n.*greater than or equal to -1"),
+        ({"seed": -1}, "seed\n.*greater than or equal to 0"),
+        ({"seed": 2**63}, "seed\n.*less than or equal to 9223372036854775807"),
+        ({"min_loops": 0}, "min_loops\n.*greater than or equal to 1"),
+        ({"min_loops": 3, "max_loops": 2}, "max_loops 2 is below min_loops 3: raise it or lower"),
+        ({"exit_threshold": 1.5}, "exit_threshold\n.*less than or equal to 1"),
+        ({"exit_threshold": float("inf")}, "exit_threshold\n"),
+        ({"ignore_eos": 1}, "ignore_eos\n.*valid boolean"),
+        ({"stop_token_ids": (-1,)}, r"stop_token_ids\.0\n.*greater than or equal to 0"),
+        ({"stop_token_ids": (True,)}, r"stop_token_ids\.0\n.*valid integer"),
+        ({"priority": 0.5}, "priority\n.*valid integer"),
+        ({"priority": 2**31}, "priority\n.*less than or equal to 2147483647"),
+        ({"forced_depths": (4, 0)}, r"forced_depths\.1\n.*greater than or equal to 1"),
+        ({"forced_depths": (4, 1.0)}, r"forced_depths\.1\n.*valid integer"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty\n.*greater than or equal to 0.000001"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty\n.*greater than or equal to 0.000001"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty\n"),
+        ({"presence_penalty": 2.5}, "presence_penalty\n.*less than or equal to 2"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty\n.*greater than or equal to -2"),
+        ({"logit_bias": {5: 101.0}}, r"logit_bias\.0\.1\n.*less than or equal to 100"),
+        ({"logit_bias": ((5, 1.0), (5, 2.0))}, "token 5 appears twice: give it one bias"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias\n.*at most 300 items"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens 9 exceeds max_tokens 3: lower it or"),
+        ({"logprobs": -1}, "logprobs\n.*greater than or equal to 0"),
+        ({"logprobs": 21}, "logprobs\n.*less than or equal to 20"),
+        ({"logprobs": True}, "logprobs\n.*valid integer"),
+        ({"surprise": 1}, "surprise\n.*Extra inputs are not permitted"),
     ],
 )
-def test_wrong_sampling_parameters_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+def test_a_wrong_sampling_parameter_is_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         SamplingParams.model_validate(values)
+
+
+def test_sampling_parameters_are_normal_and_hashable() -> None:
+    given = {"stop_token_ids": [3, 5], "logit_bias": {7: 1}, "forced_depths": [4] * 16}
+    params = SamplingParams.model_validate(given)
+    assert params.stop_token_ids == (3, 5)
+    assert params.logit_bias == ((7, 1.0),)
+    assert hash(params) == hash(SamplingParams.model_validate(given))
+    with pytest.raises(ValidationError, match="frozen"):
+        params.seed = 3
 
 
 def test_integers_are_good_floats() -> None:
     assert SamplingParams.model_validate({"temperature": 1, "top_p": 1}).temperature == 1.0
-
-
-def test_a_biased_token_is_named_once() -> None:
-    assert SamplingParams.model_validate({"logit_bias": {5: 1.0}}).logit_bias == ((5, 1.0),)
-    for wrong in ({"logit_bias": ((5, 1.0), (5, 2.0))}, {"min_tokens": 9, "max_tokens": 3}):
-        with pytest.raises(ValidationError):
-            SamplingParams.model_validate(wrong)

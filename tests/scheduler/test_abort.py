@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from protocol.exit_rule import FinishReason
+from protocol.result import CodaResult
 from scheduler.output import RequestOutput
 from tests.scheduler.bench import Bench, exit_after, fixed, make_profile, reasons, texts, trace
 
@@ -123,5 +126,26 @@ def test_a_late_result_of_an_earlier_life_does_not_touch_the_next() -> None:
     bench.outputs.clear()
     bench.finish()
     assert {output.key for output in bench.outputs} == {new}
+    assert texts(bench.outputs) == {"a": ([1, 2, 3, 4], [4, 4, 4, 4])}
+    check_idle(bench)
+
+
+def test_rows_of_an_earlier_life_in_the_answer_to_a_later_one_are_stale() -> None:
+    bench = Bench()
+    old = bench.add("a", max_tokens=4)
+    bench.step()
+    bench.engine.abort("a")
+    bench.finish()
+    new = bench.add("a", max_tokens=4)
+    bench.step()
+    ((lane, plan),) = bench.plan()
+    result = bench.run(lane, plan)
+    coda = result.steps[0]
+    assert isinstance(coda, CodaResult)
+    mixed = CodaResult((old, new), (0, 0), (63, *coda.tokens))
+    (output,) = bench.apply(lane, replace(result, steps=(mixed, *result.steps[1:])))
+    assert (output.key, output.tokens) == (new, (1,))
+    assert bench.engine.stats().stale_rows == 1
+    bench.finish()
     assert texts(bench.outputs) == {"a": ([1, 2, 3, 4], [4, 4, 4, 4])}
     check_idle(bench)

@@ -84,6 +84,14 @@ def test_a_refused_request_leaves_no_trace(
     assert engine.add("a", [1], SamplingParams(), 7).generation == 1
 
 
+def test_parameters_are_sampling_parameters() -> None:
+    engine = make_engine()
+    wrong: Any = {"max_tokens": 3}
+    with pytest.raises(RequestError, match=r"the parameters are .*: give SamplingParams\(...\)"):
+        engine.add("a", [1], wrong, 7)
+    assert not engine.has_work()
+
+
 def test_the_largest_request_that_fits() -> None:
     engine = make_engine(make_profile(num_blocks=64))
     engine.add("positions", [1] * 60, SamplingParams(max_tokens=5), 7)

@@ -87,6 +87,23 @@ def test_forced_depths_take_each_output_out_and_ask_no_gate() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("threshold", "at_once", "delayed"),
+    [
+        (0.99, [1, 2, 3, LEAVES], [STAYS, 1, 2, LEAVES]),
+        (1.0, [STAYS, STAYS, STAYS, LEAVES], [STAYS, STAYS, STAYS, LEAVES]),
+    ],
+)
+def test_which_signals_a_token_of_four_loops_waits_for(
+    threshold: float, at_once: list[int], delayed: list[int]
+) -> None:
+    rule = Ouro(1, 4, survival_bound(threshold))
+    loops = range(1, 5)
+    assert [rule.awaits(1, loop) for loop in loops] == at_once
+    assert [OuroDelayed(rule).awaits(1, loop) for loop in loops] == delayed
+    assert [Forced((4, 3)).awaits(1, loop) for loop in (1, 2, 3)] == [STAYS, STAYS, LEAVES]
+
+
 def test_which_policy_a_request_gets() -> None:
     model = make_model()
     rule = Ouro(1, 4, survival_bound(0.9))

@@ -45,6 +45,18 @@ def test_a_stop_token_ends_with_what_ran_after_it_discarded() -> None:
     assert bench.engine.stats().discarded_rows == 2
 
 
+def test_an_end_of_sequence_at_once_costs_one_loop_and_no_further_plan() -> None:
+    bench = Bench(token=fixed([EOS]))
+    bench.add("a", prompt=2, max_tokens=8)
+    assert texts(bench.finish()) == {"a": ([EOS], [4])}
+    assert bench.traces() == [
+        "+a | PREFILL a[0:2)",
+        "CODA a@1x4#0 | PRELUDE a@2 | LOOP a@2d0",
+        "-a",
+    ]
+    assert bench.engine.stats().discarded_rows == 2
+
+
 def test_one_output_needs_no_loop() -> None:
     bench = Bench()
     bench.add("a", prompt=3, max_tokens=1)

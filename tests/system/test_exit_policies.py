@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 PROMPTS = [case.prompt for case in WORKLOAD]
 
 
-def run(params: list[SamplingParams], policy: ExitPolicyName = "ouro") -> list[Completion]:
+def run(
+    params: list[SamplingParams], policy: ExitPolicyName = "ouro", **settings: object
+) -> list[Completion]:
     configuration = Configuration(
         worker=WorkerSettings(
             cache=CacheSettings(block_size=8, num_blocks=512),
@@ -26,7 +28,7 @@ def run(params: list[SamplingParams], policy: ExitPolicyName = "ouro") -> list[C
             num_slots=8,
             num_threads=1,
         ),
-        scheduler=SchedulerSettings(exit_policy=policy),
+        scheduler=SchedulerSettings.model_validate({"exit_policy": policy} | settings),
     )
     with LLM(configuration=configuration) as llm:
         return llm.generate(PROMPTS, params)
@@ -48,14 +50,23 @@ def forced(
     )
 
 
-@pytest.mark.parametrize("policy", ["ouro", "ouro_delayed"])
-def test_the_depths_of_a_run_reproduce_its_tokens(policy: ExitPolicyName) -> None:
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        ("ouro", {}),
+        ("ouro_delayed", {}),
+        ("ouro", {"mode": "no_refill", "prefill_chunk_size": 16}),
+        ("ouro_delayed", {"min_coda_batch": 4, "reservation": "incremental"}),
+    ],
+)
+def test_the_depths_of_a_run_reproduce_its_tokens(
+    policy: ExitPolicyName, settings: dict[str, Any]
+) -> None:
     params = [case.params for case in WORKLOAD]
     adaptive = run(params, policy)
     assert len({depth for done in adaptive for depth in done.exit_depths}) >= 3
-    replay = run(
-        [forced(p, done, done.exit_depths) for p, done in zip(params, adaptive, strict=True)]
-    )
+    wishes = [forced(p, done, done.exit_depths) for p, done in zip(params, adaptive, strict=True)]
+    replay = run(wishes, **settings)
     assert [done.token_ids for done in replay] == [done.token_ids for done in adaptive]
     assert [done.exit_depths for done in replay] == [done.exit_depths for done in adaptive]
 

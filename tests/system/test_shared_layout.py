@@ -23,20 +23,32 @@ PARAMS = (
 )
 
 
-def configuration(*, slots: int = 8, chunk: int = 128) -> Configuration:
+def configuration(*, slots: int = 8, chunk: int = 128, **settings: object) -> Configuration:
     cache = CacheSettings(block_size=8, num_blocks=96, layout=Layout.SHARED)
     return Configuration(
         worker=WorkerSettings(cache=cache, device="cpu", num_slots=slots, num_threads=1),
-        scheduler=SchedulerSettings(prefill_chunk_size=chunk),
+        scheduler=SchedulerSettings.model_validate({"prefill_chunk_size": chunk} | settings),
     )
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(8, 128), (8, 5), (1, 128), (2, 1)])
-def test_answers_are_those_of_the_definition(slots: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "chunk", "others"),
+    [
+        (8, 128, {}),
+        (8, 5, {}),
+        (1, 128, {}),
+        (2, 1, {}),
+        (2, 5, {"mode": "no_refill", "reservation": "incremental"}),
+        (8, 5, {"min_coda_batch": 3}),
+    ],
+)
+def test_answers_are_those_of_the_definition(
+    slots: int, chunk: int, others: dict[str, object]
+) -> None:
     settings = configuration().worker.model
     directory = resolve_model(settings)
     model = load_model(directory, torch.float32, torch.device("cpu"), settings.model)
-    with LLM(configuration=configuration(slots=slots, chunk=chunk)) as llm:
+    with LLM(configuration=configuration(slots=slots, chunk=chunk, **others)) as llm:
         found = llm.generate(list(PROMPTS), list(PARAMS))
         for prompt, params, answer in zip(PROMPTS, PARAMS, found, strict=True):
             assert params.seed is not None
@@ -45,6 +57,8 @@ def test_answers_are_those_of_the_definition(slots: int, chunk: int) -> None:
             assert run.margin > MARGIN, f"{prompt[:20]!r}: margin {run.margin}: choose another"
             assert list(answer.token_ids) == run.tokens
             assert list(answer.exit_depths) == run.exit_depths
+        stats = llm.stats()
+        assert (stats.running, stats.free_blocks) == (0, stats.total_blocks)
 
 
 def test_a_request_costs_one_plane() -> None:
