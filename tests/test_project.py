@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,28 @@ def test_every_file_that_the_readme_names_is_there() -> None:
     }
     assert len(named) > 15
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_test_that_the_page_of_behaviour_names_is_there() -> None:
+    page = (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    held = {row[0].strip(): re.findall(r"`([^`]*)`", row[1]) for row in rows}
+    headings = [behaviour for behaviour, tests in held.items() if not tests]
+    assert headings == ["behaviour"], "a behaviour that no test holds"
+    assert len(held) > 50
+    named = {tuple(test.split("::")) for tests in held.values() for test in tests}
+    assert [test for test in sorted(named) if test[1:] not in names_in(test[0])] == []
+
+
+@cache
+def names_in(file: str) -> set[tuple[str, ...]]:
+    """The tests of a file, the classes of its state machines among them."""
+    path = ROOT / file
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    machines = [target.id for target in targets if isinstance(target, ast.Name)]
+    return {(name,) for name in functions + machines if name.lower().startswith("test")}
 
 
 def test_the_scheduler_and_the_wire_load_no_torch() -> None:
