@@ -9,12 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
 from protocol.result import CodaResult, FailedRow, PrefillResult, PreludeResult, RecurrentResult
 from tests.scheduler.test_engine_stateful import EngineMachine
 
 if TYPE_CHECKING:
-    from protocol.result import StepResult
+    from protocol.result import PlanResult, StepResult
 
 STRANGER = RequestKey("stranger", 2**40)
 
@@ -22,17 +23,18 @@ STRANGER = RequestKey("stranger", 2**40)
 class NoisyMachine(EngineMachine):
     """The same with workers that repeat themselves and speak of what they were not asked."""
 
-    def noisy_step(self, data: st.DataObject) -> tuple[str, int]:
-        lanes = sorted(lane for lane, result in self.flying.items() if result.steps)
-        lane = data.draw(st.sampled_from(lanes))
-        return lane, data.draw(st.integers(0, len(self.flying[lane].steps) - 1))
+    def some_row(self, data: st.DataObject) -> tuple[str, PlanResult, int, int]:
+        """A lane, its next answer, and a step and a row of it."""
+        results = {lane: result for lane, result in self.next_results().items() if result.steps}
+        lane = data.draw(st.sampled_from(sorted(results)))
+        index = data.draw(st.integers(0, len(results[lane].steps) - 1))
+        row = data.draw(st.integers(0, len(results[lane].steps[index].keys) - 1))
+        return lane, results[lane], index, row
 
-    @precondition(lambda self: any(result.steps for result in self.flying.values()))
+    @precondition(lambda self: any(result.steps for result in self.next_results().values()))
     @rule(data=st.data(), strange=st.booleans())
     def apply_with_a_row_too_many(self, data: st.DataObject, strange: bool) -> None:
-        lane, index = self.noisy_step(data)
-        result = self.flying[lane]
-        row = data.draw(st.integers(0, len(result.steps[index].keys) - 1))
+        lane, result, index, row = self.some_row(data)
         steps = list(result.steps)
         steps[index] = with_a_copy(steps[index], row, STRANGER if strange else None)
         failed = (FailedRow(STRANGER, "who?"),) if strange else ()
@@ -40,15 +42,12 @@ class NoisyMachine(EngineMachine):
         live = {key for key, life in self.lives.items() if life.reason is None}
         self.answer(lane, replace(result, steps=tuple(steps), failed=failed))
         assert self.engine.stats().stale_rows == before + 1 + len(failed)
-        ended = [self.lives[key].reason for key in live]
-        assert all(reason is None or reason.value != "error" for reason in ended)
+        assert all(self.lives[key].reason is not FinishReason.ERROR for key in live)
 
-    @precondition(lambda self: any(result.steps for result in self.flying.values()))
+    @precondition(lambda self: any(result.steps for result in self.next_results().values()))
     @rule(data=st.data())
     def apply_with_a_row_from_elsewhere(self, data: st.DataObject) -> None:
-        lane, index = self.noisy_step(data)
-        result = self.flying[lane]
-        row = data.draw(st.integers(0, len(result.steps[index].keys) - 1))
+        lane, result, index, row = self.some_row(data)
         key = result.steps[index].keys[row]
         steps = list(result.steps)
         steps[index] = moved(steps[index], row)
@@ -56,10 +55,14 @@ class NoisyMachine(EngineMachine):
         assert self.lives[key].reason is not None
 
 
-class NoisyCohortMachine(NoisyMachine):
-    """The same in cohorts, with exits that are due a loop later."""
+class NoisyPipelinedMachine(NoisyMachine):
+    """The same with two plans in flight, in cohorts."""
 
-    scheduler: ClassVar[dict[str, object]] = {"mode": "no_refill", "exit_policy": "ouro_delayed"}
+    scheduler: ClassVar[dict[str, object]] = {
+        "mode": "no_refill",
+        "exit_policy": "ouro_delayed",
+        "plans_in_flight": 2,
+    }
 
 
 def with_a_copy(step: StepResult, row: int, key: RequestKey | None) -> StepResult:
@@ -89,5 +92,5 @@ def moved(step: StepResult, row: int) -> StepResult:
 
 TestNoisy = NoisyMachine.TestCase
 TestNoisy.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
-TestNoisyCohort = NoisyCohortMachine.TestCase
-TestNoisyCohort.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestNoisyPipelined = NoisyPipelinedMachine.TestCase
+TestNoisyPipelined.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

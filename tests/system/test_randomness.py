@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from cluster.llm import LLM
@@ -44,15 +45,17 @@ def test_a_request_does_not_depend_on_the_generators_of_the_process() -> None:
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_ids_and_slots_used_again_give_what_a_fresh_worker_gives() -> None:
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_ids_and_slots_used_again_give_what_a_fresh_worker_gives(plans_in_flight: int) -> None:
     """Three rounds of the same two ids, given up at another point in each of them."""
     prompts = {"a": (1648, 1424, 261, 658, 14), "b": (900, 31, 7)}
     params = SamplingParams(max_tokens=6, exit_threshold=0.5, temperature=0.9, ignore_eos=True)
     with LocalExecutor.open(WORKER) as executor:
-        engine = Engine(SchedulerSettings(prefill_chunk_size=3, exit_policy="ouro_delayed"))
+        settings = {"exit_policy": "ouro_delayed", "plans_in_flight": plans_in_flight}
+        engine = Engine(SchedulerSettings.model_validate(settings | {"prefill_chunk_size": 3}))
         engine.add_lane("lane-0", executor.epoch, executor.profile())
         answers, generations = [], []
-        for plans in (200, 2, 5, 9, 200):
+        for plans in (200, 1, 2, 4, 200):
             outputs = []
             keys = [engine.add(name, prompt, params, 7) for name, prompt in prompts.items()]
             generations += [key.generation for key in keys]
