@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.exit_rule import FinishReason
-from tests.scheduler.bench import Bench, make_profile, reasons, texts
+from protocol.snapshot import SnapshotRoom
+from tests.scheduler.bench import Bench, exit_after, make_profile, reasons, texts
 
 RESERVATIONS = ("full", "incremental")
 
@@ -75,3 +76,33 @@ def test_what_an_ended_request_held_is_used_until_its_release_is_answered(ends_b
     stats = bench.engine.stats()
     assert (stats.releasing, stats.lanes[0].free_slots, stats.free_blocks) == (0, 1, 8)
     assert set(reasons(bench.finish())) == {"a", "b"}
+
+
+@pytest.mark.parametrize("reservation", RESERVATIONS)
+@pytest.mark.parametrize("mode", ["refill", "no_refill"])
+def test_room_that_is_made_again_and_again_loses_nothing(mode: str, reservation: str) -> None:
+    profile = make_profile(num_slots=3, num_blocks=16, snapshots=SnapshotRoom(10_000, 100, 1, 10))
+    bench = Bench(
+        profile,
+        hazard=exit_after({3: 2, 4: 3, 5: 1, 6: 4}),
+        mode=mode,
+        reservation=reservation,
+        policy="priority",
+        preemption=True,
+    )
+    names = [f"low{index}" for index in range(3)]
+    for name in names:
+        bench.add(name, prompt=3, max_tokens=5, priority=9)
+    for urgency in range(8, 3, -1):
+        for _ in range(4):
+            bench.step()
+        names.append(f"urgent{urgency}")
+        bench.add(names[-1], prompt=3, max_tokens=5, priority=urgency)
+    bench.finish()
+    assert texts(bench.outputs) == dict.fromkeys(names, ([1, 2, 3, 4, 5], [4, 2, 3, 1, 4]))
+    assert reasons(bench.outputs) == dict.fromkeys(names, FinishReason.LENGTH)
+    stats = bench.engine.stats()
+    assert stats.preemptions == stats.resumptions >= 4
+    assert (stats.suspended, stats.free_blocks, stats.rng_keys) == (0, 16, 0)
+    executor = bench.executors["lane-0"]
+    assert (executor.held_keys(), executor.suspended_keys()) == ((), ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,7 +27,7 @@ from worker.models.registry import load_model, resolve_model
 from worker.outcome import NOT_A_NUMBER
 from worker.readback import ReadbackPool
 from worker.slot_table import SlotTable
-from worker.stages import Device
+from worker.stages import Device, run_coda
 
 if TYPE_CHECKING:
     from protocol.plan import Admission, Step
@@ -66,7 +67,8 @@ class Bench:
         self.profile = WorkerProfile(
             model.profile, "cpu", "float32", NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE, self.planes, 64
         )
-        self.runner = ModelRunner(Device(model, self.slots, self.storage, TorchAttention(), CPU))
+        self.device = Device(model, self.slots, self.storage, TorchAttention(), CPU)
+        self.runner = ModelRunner(self.device)
         self.pool = ReadbackPool(1, 64, CPU)
         self.seq = 0
 
@@ -177,3 +179,15 @@ def test_a_step_that_raises_fails_its_rows_and_the_plan_goes_on(bench: Bench) ->
     assert [row.key for row in broken.failed] == [B]
     assert "the worker failed" in broken.failed[0].message
     assert broken.steps[1].keys == (A,)
+
+
+def test_log_probabilities_are_computed_for_the_rows_that_asked_alone(bench: Bench) -> None:
+    asked = replace(bench.admit(B, first=16), logprobs=2)
+    bench.run(PrefillBatch((A, B), (0, 0), (5, 5)), admits=(bench.admit(A), asked))
+    slots = [bench.slots.slot(key) for key in (A, B)]
+    both = CodaBatch((A, B), (4, 4), (4, 4), (0, 0))
+    sampled = run_coda(bench.device, both, [s.index for s in slots], [s.sampling for s in slots])
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.sampled.shape == (1,)
+    nobody = run_coda(bench.device, coda(A, 4, 4, 0), [slots[0].index], [slots[0].sampling])
+    assert nobody.logprobs is None
