@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from protocol.resident import ResidentBatch, ResidentTerms
     from protocol.row_progress import RowProgress
-    from protocol.scripted_worker import Hazard, Token
+    from protocol.script import Hazard, Token
 
 
 @dataclass(slots=True)

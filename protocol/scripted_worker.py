@@ -7,14 +7,12 @@ from what its request has done so far fails that request alone, until it is rele
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from protocol.errors import ProtocolError
 from protocol.exit_rule import round_to_float32
-from protocol.identity import RequestKey
 from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.resident import ResidentBatch
 from protocol.result import (
@@ -32,14 +30,13 @@ from protocol.scripted_resident import TickingRow, run_ticks
 from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from protocol.identity import RequestKey
     from protocol.plan import Admission, ExecutionPlan, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import StepResult
-
-Hazard: TypeAlias = Callable[[RequestKey, int, int], float]
-Token: TypeAlias = Callable[[RequestKey, int], int]
+    from protocol.script import Hazard, Token
 
 
 @dataclass(slots=True)

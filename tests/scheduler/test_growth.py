@@ -19,7 +19,7 @@ from tests.scheduler.bench import (
 )
 
 if TYPE_CHECKING:
-    from protocol.scripted_worker import Hazard, Token
+    from protocol.script import Hazard, Token
 
 
 def growing(
