@@ -111,9 +111,8 @@ class SchedulerSettings(Settings):
     the fewest loops, the one with the fewest requests, or each in turn.
 
     `prefix_caching` keeps the KV of prompts, so that a later prompt of the same tenant that starts
-    alike starts further on; only in the layout "last_exited". `affinity_window` is how many loops
-    of debt a worker may carry above the least loaded one and still be preferred for what it has
-    cached, whatever the placement.
+    alike starts further on. `affinity_window` is how many loops of debt a worker may carry above
+    the least loaded one and still be preferred for what it has cached, whatever the placement.
 
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
     plan; one a plan while prompts of the lane are in work. Requests that need the scheduler for

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.exit_rule import FinishReason, ending_ids
-from protocol.layout import Layout
 from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
 from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
@@ -50,7 +49,7 @@ class Lane:
         self.profile = profile
         self.kv = KVManager(profile)
         self.requests: dict[RequestKey, Request] = {}
-        self.caches_prompts = settings.prefix_caching and profile.layout is Layout.LAST_EXITED
+        self.caches_prompts = settings.prefix_caching
         self.suspended = SuspendedRequests(profile.snapshots)
         self._settings = settings
         self._limits = StepLimits.of(settings, profile)
@@ -118,7 +117,8 @@ class Lane:
         A suspended one has its prompt's KV in its snapshot, and shares no block.
         """
         cached = self.caches_prompts and request.state is not State.SUSPENDED
-        digests = request.digests.of(self.profile.block_size) if cached else ()
+        profile = self.profile
+        digests = request.digests.of(profile.block_size, profile.layout) if cached else ()
         return self.kv.cost(request.capacity_tokens, digests)
 
     def room_for(self, request: Request) -> KVCost | None:

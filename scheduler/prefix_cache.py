@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from protocol.layout import Layout
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from protocol.layout import Layout
 
 
 def root_digest(fingerprint: str, layout: Layout, block_size: int, tenant: str) -> bytes:
@@ -33,28 +33,29 @@ def root_digest(fingerprint: str, layout: Layout, block_size: int, tenant: str) 
 
 
 class PromptDigests:
-    """Digests of one prompt, hashed once a block size. Owner: its Request. Mutated only by: of."""
+    """Digests of one prompt, hashed once a lane kind. Owner: its Request. Mutated only by: of."""
 
     def __init__(self, prompt: tuple[int, ...], fingerprint: str, tenant: str) -> None:
         self._prompt = prompt
         self._fingerprint = fingerprint
         self._tenant = tenant
-        self._by_size: dict[int, tuple[bytes, ...]] = {}
+        self._chains: dict[tuple[int, Layout], tuple[bytes, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<PromptDigests of {len(self._prompt)} tokens>"
 
-    def of(self, block_size: int) -> tuple[bytes, ...]:
-        """One digest for each complete block of prompt[:-1].
+    def of(self, block_size: int, layout: Layout) -> tuple[bytes, ...]:
+        """One digest for each complete block of prompt[:-1], as a lane keeps them.
 
         Example: block size 4 -> 1 digest for a prompt of 5 to 8 tokens, none for one of 4.
         """
-        if block_size not in self._by_size:
-            self._by_size[block_size] = tuple(self._chain(block_size))
-        return self._by_size[block_size]
+        kind = (block_size, layout)
+        if kind not in self._chains:
+            self._chains[kind] = tuple(self._chain(*kind))
+        return self._chains[kind]
 
-    def _chain(self, block_size: int) -> list[bytes]:
-        digest = root_digest(self._fingerprint, Layout.LAST_EXITED, block_size, self._tenant)
+    def _chain(self, block_size: int, layout: Layout) -> list[bytes]:
+        digest = root_digest(self._fingerprint, layout, block_size, self._tenant)
         column = struct.Struct(f"<{block_size}q")
         chain = []
         for start in range(0, len(self._prompt) - block_size, block_size):

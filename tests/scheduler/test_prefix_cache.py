@@ -22,7 +22,7 @@ A, B, C, D, E = (RequestKey(name, number + 1) for number, name in enumerate("abc
 
 def digests(*tokens: int, tenant: str = "") -> tuple[bytes, ...]:
     """The digests of a prompt, block size 2, whose last token is left out of `tokens`."""
-    return PromptDigests((*tokens, 99), "model", tenant).of(2)
+    return PromptDigests((*tokens, 99), "model", tenant).of(2, Layout.LAST_EXITED)
 
 
 def manager(num_blocks: int = 16, planes: int = 1) -> KVManager:
@@ -45,8 +45,14 @@ def test_a_digest_covers_everything_before_it() -> None:
     first = sha256(root + b"\x05" + bytes(7) + b"\x00\x01" + bytes(6)).digest()
     second = sha256(first + b"\x07" + bytes(7) + b"\x08" + bytes(7)).digest()
     prompt = PromptDigests((5, 256, 7, 8, 9), "model", "")
-    assert prompt.of(2) == (first, second)
-    assert prompt.of(2) is prompt.of(2)
+    found = prompt.of(2, Layout.LAST_EXITED)
+    assert found == (first, second)
+    assert prompt.of(2, Layout.LAST_EXITED) is found
+    shared = prompt.of(2, Layout.SHARED)
+    root_of_shared = root_digest("model", Layout.SHARED, 2, "")
+    assert (
+        shared[0] == sha256(root_of_shared + b"\x05" + bytes(7) + b"\x00\x01" + bytes(6)).digest()
+    )
     assert repr(prompt) == "<PromptDigests of 5 tokens>"
     length = (5).to_bytes(8, "little"), (11).to_bytes(8, "little"), (1).to_bytes(8, "little")
     written = length[0] + b"model" + length[1] + b"last_exited" + length[2] + b"2" + bytes(8)
@@ -55,7 +61,8 @@ def test_a_digest_covers_everything_before_it() -> None:
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (13, 3)])
 def test_the_last_prompt_token_is_in_no_digest(length: int, blocks: int) -> None:
-    assert len(PromptDigests(tuple(range(length)), "model", "").of(4)) == blocks
+    prompt = PromptDigests(tuple(range(length)), "model", "")
+    assert len(prompt.of(4, Layout.LAST_EXITED)) == blocks
 
 
 def test_whatever_kv_depends_on_changes_every_digest() -> None:

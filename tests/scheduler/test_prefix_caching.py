@@ -10,7 +10,6 @@ import pytest
 from protocol.errors import RequestError
 from protocol.exit_rule import FinishReason
 from protocol.layout import Layout
-from protocol.plan import CodaBatch, PrefillBatch, RecurrentBatch
 from protocol.result import FailedRow, PrefillResult
 from tests.scheduler.bench import Bench, exit_after, make_profile, reasons, texts, trace
 
@@ -18,30 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from protocol.identity import RequestKey
-    from protocol.plan import BlockTable, ExecutionPlan
+    from protocol.plan import ExecutionPlan
     from protocol.result import PlanResult
 
 LONG = tuple(range(1, 18))
 """17 tokens: 4 complete blocks of 4, and the last token."""
-
-
-def written_blocks(plan: ExecutionPlan, tables: dict[RequestKey, BlockTable]) -> list[int]:
-    """Every block that a plan's rows write to, each as often as a request writes to it."""
-    blocks: set[tuple[RequestKey, int]] = set()
-    for step in plan.steps:
-        match step:
-            case PrefillBatch(keys, starts, counts):
-                for key, start, count in zip(keys, starts, counts, strict=True):
-                    pages = {position // 4 for position in range(start, start + count)}
-                    blocks |= {(key, plane[page]) for plane in tables[key] for page in pages}
-            case RecurrentBatch(keys, positions, depths):
-                for key, position, depth in zip(keys, positions, depths, strict=True):
-                    blocks.add((key, tables[key][depth][position // 4]))
-            case CodaBatch(keys, positions, exits, _):
-                for key, position, exit_depth in zip(keys, positions, exits, strict=True):
-                    planes = tables[key][exit_depth:]
-                    blocks |= {(key, plane[position // 4]) for plane in planes}
-    return [block for _, block in blocks]
 
 
 def admitted(plans: Iterable[ExecutionPlan]) -> dict[str, int]:
@@ -125,9 +105,9 @@ def test_blocks_are_shared_once_the_result_is_applied_and_not_before() -> None:
     assert admitted(bench.plans) == {"a": 0, "early": 0, "later": 8}
 
 
-@pytest.mark.parametrize(("caching", "layout"), [(False, "last_exited"), (True, "shared")])
-def test_without_prefix_caching_nothing_is_kept(caching: bool, layout: str) -> None:
-    bench = Bench(make_profile(layout=Layout(layout)), caching=caching)
+@pytest.mark.parametrize("layout", Layout)
+def test_without_prefix_caching_nothing_is_kept(layout: Layout) -> None:
+    bench = Bench(make_profile(layout=layout), caching=False)
     for request_id in "ab":
         bench.send(request_id, LONG, max_tokens=1)
         bench.finish()
@@ -145,36 +125,6 @@ def test_another_tenant_never_hits() -> None:
     with pytest.raises(RequestError, match="tenant 7 is not a text"):
         bench.send("e", LONG, 7)  # type: ignore[arg-type]
     assert not bench.engine.has_work()
-
-
-def test_requests_that_share_a_prefix_run_at_once_and_nobody_writes_to_it() -> None:
-    bench = Bench(hazard=None, token=None, chunk=3, prefill=7)
-    bench.send("first", LONG, max_tokens=6)
-    tables: dict[RequestKey, BlockTable] = {}
-    shared_at_most = 0
-    for step in range(60):
-        if step == 6:
-            for index in range(3):
-                bench.send(f"r{index}", (*LONG[: 12 + index], 60 + index), max_tokens=6)
-        for lane, plan in bench.plan():
-            tables.update((item.key, item.tables) for item in plan.admits)
-            blocks = [block for table in tables.values() for plane in table for block in plane]
-            shared = {block for block in blocks if blocks.count(block) > 1}
-            shared_at_most = max(shared_at_most, len(shared))
-            written = written_blocks(plan, tables)
-            assert len(set(written)) == len(written), "a block with two writers"
-            assert shared.isdisjoint(written)
-            bench.apply(lane, bench.run(lane, plan))
-            for key in plan.releases:
-                del tables[key]
-    assert not bench.engine.has_work()
-    assert shared_at_most == 4 * 3
-    assert admitted(bench.plans) == {"first": 0, "r0": 12, "r1": 12, "r2": 12}
-    cold = Bench(hazard=None, token=None, caching=False)
-    cold.send("first", LONG, max_tokens=6)
-    for index in range(3):
-        cold.send(f"r{index}", (*LONG[: 12 + index], 60 + index), max_tokens=6)
-    assert texts(bench.outputs) == texts(cold.finish())
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
