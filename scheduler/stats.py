@@ -45,9 +45,9 @@ class EngineStats:
     `discarded_rows` ran for a request that had ended meanwhile. `last_applied` is the time of the
     last result. `prefix_queries` counts the placements that asked for a cached prefix, and
     `prefix_hit_tokens` the prompt tokens that were found and not run again; `cached_blocks` and
-    `evicted_blocks` are those of the open lanes.
-    last result. `suspended` requests are among those waiting; `preemptions` counts the snapshots
-    taken, `resumptions` the requests that were given a slot again.
+    `evicted_blocks` are those of the open lanes. `suspended` requests are among those waiting;
+    `preemptions` counts the snapshots taken, `resumptions` the requests that were given a slot
+    again.
     """
 
     waiting: int
