@@ -25,9 +25,14 @@ def loop_debt(request: Request) -> int:
     without the first, which is always at full depth; before there is any, the maximum.
 
     Example: max_tokens 10, exit depths 4, 2, 3 -> ceil(5 / 2) * 7 = 21 less the loops done.
+
+    Where depths are forced the figure is exact: those of the outputs still to come, less the loops
+    done. Example: forced depths 4, 2, 3, 1 and two outputs -> 3 + 1 = 4 less the loops done.
     """
     if not request.is_live or request.state in _OFF_SLOT:
         return 0
+    if request.forced_loops is not None:
+        return request.forced_loops[request.output_index] - request.loops_done
     count = len(request.tokens)
     expected = -(-request.later_loops // (count - 1)) if count > 1 else request.max_loops
     remaining = expected * (request.params.max_tokens - request.output_index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from protocol.stage import Stage
@@ -44,6 +45,7 @@ class Request:
     many ticks; `ticks_in_flight` are those of plans that are not answered, `least_loops` the fewest
     loops that an output after the first can take. `bypasses` counts the requests that were placed
     past this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
+    Where depths are forced, `forced_loops[i]` sums those of output i and all that follow it.
     """
 
     key: RequestKey
@@ -73,6 +75,7 @@ class Request:
     least_loops: int = 1
     ticks_in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    forced_loops: tuple[int, ...] | None = None
 
     @classmethod
     def create(
@@ -88,6 +91,7 @@ class Request:
 
         `tenant` is whose prompts it may share KV with.
         """
+        depths = params.forced_depths
         return cls(
             key=key,
             prompt=prompt,
@@ -97,6 +101,7 @@ class Request:
             exit_policy=exit_policy(params, model, policy),
             stop_ids=frozenset(params.stop_token_ids),
             digests=PromptDigests(prompt, model.fingerprint, tenant),
+            forced_loops=None if depths is None else _sums_from(depths[: params.max_tokens]),
         )
 
     def __repr__(self) -> str:
@@ -290,3 +295,8 @@ class Request:
 
     def _to(self, event: Event) -> None:
         self.state = next_state(self.state, event)
+
+
+def _sums_from(depths: tuple[int, ...]) -> tuple[int, ...]:
+    """The sum of all from each entry on, and 0. Example: (4, 2, 3) -> (9, 5, 3, 0)."""
+    return tuple(accumulate(reversed(depths), initial=0))[::-1]

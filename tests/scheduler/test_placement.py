@@ -51,6 +51,38 @@ def test_debt_follows_the_mean_exit_depth() -> None:
     assert loop_debt(request) == 0
 
 
+def test_debt_is_exact_where_depths_are_forced() -> None:
+    # Of six depths the last two belong to outputs that are not allowed.
+    request = make(max_tokens=4, forced_depths=(4, 2, 3, 1, 4, 4), max_loops=3)
+    waiting = Request.create(request.key, (1, 2), request.params, make_model())
+    assert loop_debt(waiting) == 4 + 2 + 3 + 1
+    # The prompt has passed every loop of the first.
+    assert loop_debt(request) == 2 + 3 + 1
+    for left, before, depth in ((6, 4, 2), (4, 2, 3), (1, 3, 1)):
+        request.sample()
+        request.embed()
+        assert loop_debt(request) == left
+        # It makes no difference when the output before comes back.
+        request.append(1, before)
+        for loop in range(depth):
+            request.loop()
+            assert loop_debt(request) == left - loop - 1
+    request.sample()
+    assert loop_debt(request) == 0
+    request.append(1, 1)
+    request.end(Event.FINISH, FinishReason.LENGTH)
+    assert loop_debt(request) == 0
+
+
+def test_a_lane_with_little_forced_work_is_preferred() -> None:
+    bench = Bench(make_profile(), make_profile())
+    bench.add("long", max_tokens=8, forced_depths=(4,) + (1,) * 7)
+    bench.add("short", max_tokens=4)
+    bench.add("next", max_tokens=1)
+    assert placed(bench) == {"lane-0": ["long", "next"], "lane-1": ["short"]}
+    assert [lane.load for lane in bench.engine.stats().lanes] == [11 + 4, 16]
+
+
 def test_the_figure_of_a_lane_follows_its_requests() -> None:
     profile = make_profile()
     lane = Lane("lane-0", 1, profile, SchedulerSettings())
