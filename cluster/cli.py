@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import ValidationError
 
+from cluster.cli_sampling import add_sampling_flags, flag_name, sampling_params, stop_strings
 from protocol.config import Configuration, parse_configuration
 from protocol.errors import ConfigError, LoopmeshError
-from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,17 +28,6 @@ CONFIG_VARIABLE = "LOOPMESH_CONFIG"
 USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-
-SAMPLING_FLAGS = (
-    ("max_tokens", int, "most tokens to generate (default 16)"),
-    ("min_loops", int, "loops that every token takes at least (default 1)"),
-    ("max_loops", int, "loops that a token takes at most (default: all of the model)"),
-    ("exit_threshold", float, "leave once the gate is this sure, 0 to 1; 1 never leaves early"),
-    ("temperature", float, "0 is greedy (default)"),
-    ("top_p", float, "keep the most likely tokens that add up to this (default 1)"),
-    ("top_k", int, "keep this many of the most likely tokens (default -1: all)"),
-    ("seed", int, "same seed, same text (default: a new one each time)"),
-)
 
 
 class UsageError(Exception):
@@ -94,9 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_generate(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser("generate", help="continue one prompt")
     parser.add_argument("prompt", help="the text to continue")
-    for name, kind, text in SAMPLING_FLAGS:
-        parser.add_argument(_flag(name), type=kind, help=text, metavar="N")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    add_sampling_flags(parser)
     parser.add_argument("--executor", choices=("local", "ray"), default="local")
     parser.add_argument("--workers", type=int, default=1, help="workers on Ray (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -129,9 +116,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    params = _sampling(arguments)
+    params, stop = sampling_params(arguments), stop_strings(arguments)
+    if params.logprobs is not None and not arguments.json:
+        raise UsageError("--logprobs: plain text has no place for them, add --json")
     configuration = _configuration(arguments)
     # Imported late: torch takes seconds to import, and --help and wrong flags need none of it.
+    from cluster.api_logprobs import ChoiceLogprobs
     from cluster.api_types import Usage
     from cluster.llm import LLM
     from cluster.terminal import TextWriter, progress, show_stream, summary
@@ -140,12 +130,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     kind, workers = arguments.executor, arguments.workers
     with LLM(executor=kind, workers=workers, configuration=configuration) as llm:
         if arguments.json:
-            (answer,) = llm.generate(arguments.prompt, params)
+            (answer,) = llm.generate(arguments.prompt, params, stop=stop)
+            logprobs = ChoiceLogprobs.of(answer, llm.tokenizer)
             body = {
                 "text": answer.text,
                 "token_ids": answer.token_ids,
                 "exit_depths": answer.exit_depths,
                 "finish_reason": answer.finish_reason.value,
+                "logprobs": None if logprobs is None else logprobs.model_dump(),
                 "usage": Usage.of(answer).model_dump(),
             }
             print(json.dumps(body))
@@ -153,7 +145,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         writer = TextWriter(sys.stdout, llm.profile.model.max_loops, coloured=coloured)
         started = time.monotonic()
-        answer = show_stream(llm.stream(arguments.prompt, params), writer)
+        answer = show_stream(llm.stream(arguments.prompt, params, stop=stop), writer)
         progress(summary(answer, time.monotonic() - started), sys.stderr)
     return 0
 
@@ -180,12 +172,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     checks = run_checks(configuration, os.environ, arguments.host, arguments.port)
     print(json.dumps([asdict(check) for check in checks]) if arguments.json else render(checks))
     return 0 if all(check.ok for check in checks) else 1
-
-
-def _sampling(arguments: argparse.Namespace) -> SamplingParams:
-    given = {name: getattr(arguments, name) for name, _, _ in SAMPLING_FLAGS}
-    given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(ignore_eos=arguments.ignore_eos, **given)
 
 
 def _configuration(arguments: argparse.Namespace) -> Configuration:
@@ -220,15 +206,11 @@ def _port(text: str) -> int:
     return port
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _one_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         parts = []
         for item in error.errors():
-            where = f"{_flag(str(item['loc'][0]))}: " if item["loc"] else ""
+            where = f"{flag_name(str(item['loc'][0]))}: " if item["loc"] else ""
             parts.append(where + item["msg"].removeprefix("Value error, "))
         return "; ".join(parts)
     return " ".join(str(error).split())

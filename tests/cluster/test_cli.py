@@ -52,7 +52,15 @@ def test_generate_prints_the_text_and_a_summary(capsys: pytest.CaptureFixture[st
 def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ADAPTIVE, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert set(body) == {"text", "token_ids", "exit_depths", "finish_reason", "usage"}
+    assert set(body) == {
+        "text",
+        "token_ids",
+        "exit_depths",
+        "finish_reason",
+        "logprobs",
+        "usage",
+    }
+    assert body["logprobs"] is None
     assert body["text"].startswith(RECORDED)
     assert len(body["token_ids"]) == len(body["exit_depths"]) == 10
     assert body["finish_reason"] == "length"
@@ -98,6 +106,22 @@ def test_every_sampling_flag_counts(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--workers", "2"], "executor='ray'"),
         (["generate", "x", "--executor", "fast"], "fast"),
         (["generate", ""], "empty"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias: '5' is no list of TOKEN:BIAS"),
+        (["generate", "x", "--logit-bias", "5:200"], "--logit-bias: "),
+        (["generate", "x", "--logit-bias", "5:1,5:2"], "token 5 appears twice"),
+        (["generate", "x", "--stop-token-ids", "1,b"], "--stop-token-ids: '1,b' is no list"),
+        (["generate", "x", "--stop-token-ids", "4096"], "stop token 4096"),
+        (["generate", "x", "--forced-depths", "4,2"], "forced_depths has 2 entries"),
+        (["generate", "x", "--forced-depths", "4,,2"], "--forced-depths: "),
+        (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty: "),
+        (["generate", "x", "--presence-penalty", "3"], "--presence-penalty: "),
+        (["generate", "x", "--frequency-penalty", "inf"], "--frequency-penalty: "),
+        (["generate", "x", "--min-tokens", "17"], "min_tokens 17 exceeds max_tokens 16"),
+        (["generate", "x", "--priority", "0.5"], "--priority"),
+        (["generate", "x", "--logprobs", "21", "--json"], "--logprobs: "),
+        (["generate", "x", "--logprobs", "2"], "--logprobs: plain text"),
+        (["generate", "x", "--stop", ""], "a stop string is a text"),
+        (["generate", "x", *["--stop", "y"] * 5], "at most 4"),
         (["generate", "a\udcff"], "Unicode"),
         (["serve", "--workers", "0"], "cluster.num_workers"),
         (["serve", "--port", "http"], "--port"),
