@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from protocol.codec import FRAME_LIMIT, decode, encode
+from protocol.codec import decode, encode
 from protocol.errors import ConfigError, LoopmeshError, ProtocolError
 from protocol.lifecycle import Beat, Fault, FromWorker, Open, Opened, Synchronize, Synchronized
 from protocol.plan import ExecutionPlan
+from protocol.plan_size import FRAME_LIMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,6 +30,7 @@ from protocol.columns import (
 from protocol.errors import ProtocolError
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
 from protocol.plan import Admission, ExecutionPlan, Grant, Resume
+from protocol.plan_size import FRAME_LIMIT
 from protocol.profile_codec import pack_profile, unpack_profile
 from protocol.result import FailedRow, PlanResult
 from protocol.rng import RngKey
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from protocol.lifecycle import Frame
 
 WIRE_VERSION = 1
-FRAME_LIMIT = 64 * 2**20
-"""Largest frame in bytes; both ends of a stream set it."""
-
 _PLAN, _RESULT, _OPEN, _OPENED, _SYNC, _SYNCED, _BEAT, _FAULT = range(8)
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.exit_rule import FinishReason, ending_ids
 from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
+from protocol.plan_size import PLAN_LIMIT
 from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
 from scheduler.kv_manager import KVManager
+from scheduler.plan_room import PlanRoom
 from scheduler.planner import StepLimits, plan_steps
 from scheduler.resident import resident_terms
 from scheduler.states import Event, State
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from protocol.config import SchedulerSettings
     from protocol.identity import RequestKey
-    from protocol.plan import Step
+    from protocol.plan import Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
@@ -42,8 +44,14 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, epoch: int, profile: WorkerProfile, settings: SchedulerSettings
+        self,
+        name: str,
+        epoch: int,
+        profile: WorkerProfile,
+        settings: SchedulerSettings,
+        plan_limit: int = PLAN_LIMIT,
     ) -> None:
+        """Raises ConfigError for a worker that is too large for plans of `plan_limit` bytes."""
         self.name = name
         self.epoch = epoch
         self.profile = profile
@@ -54,9 +62,9 @@ class Lane:
         self._settings = settings
         self._limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
-        self._num_slots = min(
-            profile.num_slots, self._limits.max_tokens, settings.max_running or profile.num_slots
-        )
+        slots = settings.max_running or profile.num_slots
+        self._num_slots = min(profile.num_slots, self._limits.max_tokens, slots)
+        self._room = PlanRoom.of(profile, self._limits, self._num_slots, plan_limit)
         self._grows = settings.reservation == "incremental"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
@@ -84,8 +92,9 @@ class Lane:
         limit = self._settings.plans_in_flight
         if len(self._in_flight) == limit < MAX_PLANS_IN_FLIGHT and self._has_news():
             limit += 1
-        waits = (request.awaits_signal for request in self.requests.values())
-        return len(self._in_flight) < limit and not any(waits)
+        if len(self._in_flight) >= limit:
+            return False
+        return not any(request.awaits_signal for request in self.requests.values())
 
     def _has_news(self) -> bool:
         """Whether ticks are in flight that should end early for an arrival or an end."""
@@ -251,6 +260,9 @@ class Lane:
         for plan, _ in self._in_flight:
             releases = [key for key in releases if key not in plan.releases]
             suspends = [key for key in suspends if key not in plan.suspends]
+        releases = releases[: self._num_slots]  # which is what a frame surely has room for
+        if self._admissions or self.suspended:
+            requests = self._room.select(requests, self._opening)
         steps = plan_steps(requests, self._limits, yields=yields)
         if not (releases or suspends or steps):
             return None
@@ -272,6 +284,10 @@ class Lane:
         )
         self._in_flight.append((plan, now))
         return plan
+
+    def _opening(self, request: Request) -> Admission | Resume | None:
+        """What its first row is to be sent with."""
+        return self._admissions.get(request.key) or self.suspended.resume_of(request.key)
 
     def _grants(self, steps: tuple[Step, ...]) -> Iterator[Grant]:
         """The blocks that these steps are the first to write to."""

@@ -34,6 +34,6 @@ def resident_terms(
             return ResidentTerms(min_loops, max_loops, bound, max_tokens, ends)
         case Forced(depths):
             bounds = min(depths), request.full_depth
-            return ResidentTerms(*bounds, 0.0, max_tokens, ends, depths)
+            return ResidentTerms(*bounds, 0.0, max_tokens, ends, depths[:max_tokens])
         case _:
             return None

@@ -61,6 +61,10 @@ class SuspendedRequests:
         """Whether a request's resume was not sent yet."""
         return key in self._resumes
 
+    def resume_of(self, key: RequestKey) -> Resume | None:
+        """A request's resume that was not sent yet; None if there is none."""
+        return self._resumes.get(key)
+
     def send(self, keys: Iterable[RequestKey]) -> tuple[Resume, ...]:
         """The resumes of those among `keys` that have one to be sent; each is sent once."""
         if not self._resumes:

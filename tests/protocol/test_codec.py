@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codec import FRAME_LIMIT, WIRE_VERSION, decode, encode
+from protocol.codec import WIRE_VERSION, decode, encode
 from protocol.columns import pack_column
 from protocol.errors import ProtocolError
 from protocol.identity import RequestKey
 from protocol.lifecycle import Fault
 from protocol.plan import Admission, ExecutionPlan, RecurrentBatch
+from protocol.plan_size import FRAME_LIMIT
 from protocol.result import CodaResult, PlanResult, TokenLogprobs
 from protocol.rng import RngKey
 from tests.strategies import frames
