@@ -6,12 +6,14 @@ python -m benchmarks.scheduler --json FILE
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.host_cost import host_costs, tick_costs
-from benchmarks.placement import compare_placements
+from benchmarks.placement import LONG_CONTEXT_LOADS, compare_placements
 from benchmarks.report import table, write_json
+from benchmarks.simulation import LONG_CONTEXT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=100, help="simulated (default 100)")
     arguments = parser.parse_args(argv)
     figures = host_costs(arguments.rounds) + tick_costs(arguments.rounds)
-    figures += compare_placements(arguments.requests, arguments.workers)
+    requests, workers, cores = arguments.requests, arguments.workers, os.cpu_count() or 1
+    figures += compare_placements(requests, workers, processes=cores)
+    # Half as large: with fewer rows in each plan, the same requests take more of them.
+    requests, workers = -(-requests // 2), -(-workers // 2)
+    figures += compare_placements(
+        requests, workers, loads=LONG_CONTEXT_LOADS, cost=LONG_CONTEXT, processes=cores
+    )
     print(table(figures))
     if arguments.json is not None:
         write_json(arguments.json, "scheduler", figures)

@@ -90,8 +90,8 @@ class Lane:
         if not self._in_flight:
             return True
         limit = self._settings.plans_in_flight
-        if len(self._in_flight) == limit < MAX_PLANS_IN_FLIGHT and self._has_news():
-            limit += 1
+        if len(self._in_flight) == limit and self._limits.max_ticks and self._has_news():
+            limit = min(limit + 1, MAX_PLANS_IN_FLIGHT)
         if len(self._in_flight) >= limit:
             return False
         return not any(request.awaits_signal for request in self.requests.values())
