@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from protocol.plan import ExecutionPlan
     from protocol.profile import ModelProfile, WorkerProfile
     from protocol.result import PlanResult
-    from protocol.script import Hazard, Token
+    from protocol.scripted_resident import Hazard, Token
 
 
 class ScriptedExecutor:

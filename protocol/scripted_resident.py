@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.exit_rule import exits, round_to_float32
 from protocol.resident import RowState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from protocol.identity import RequestKey
     from protocol.resident import ResidentBatch, ResidentTerms
     from protocol.row_progress import RowProgress
-    from protocol.script import Hazard, Token
+
+
+Hazard: TypeAlias = "Callable[[RequestKey, int, int], float]"
+"""The gate, in [0, 1], of (key, position, 0-based depth)."""
+
+Token: TypeAlias = "Callable[[RequestKey, int], int]"
+"""The sampled token of (key, output index)."""
 
 
 @dataclass(slots=True)

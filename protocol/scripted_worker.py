@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from protocol.plan import Admission, ExecutionPlan, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import StepResult
-    from protocol.script import Hazard, Token
+    from protocol.scripted_resident import Hazard, Token
 
 
 @dataclass(slots=True)

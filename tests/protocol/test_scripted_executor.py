@@ -26,7 +26,7 @@ from protocol.rng import RngKey
 from protocol.scripted_executor import ScriptedExecutor, scripted_hazard, scripted_token
 
 if TYPE_CHECKING:
-    from protocol.script import Hazard, Token
+    from protocol.scripted_resident import Hazard, Token
 
 MODEL = ModelProfile("toy", "toy", 64, 64, 4, (0,), 0.9)
 PROFILE = WorkerProfile(MODEL, "cpu", "float32", 2, 32, 4, 4, 6)

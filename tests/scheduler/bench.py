@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from protocol.identity import RequestKey
     from protocol.plan import ExecutionPlan, Step
     from protocol.result import PlanResult
-    from protocol.script import Hazard, Token
+    from protocol.scripted_resident import Hazard, Token
     from scheduler.output import RequestOutput
 
 EOS = 0

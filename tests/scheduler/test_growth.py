@@ -19,7 +19,7 @@ from tests.scheduler.bench import (
 )
 
 if TYPE_CHECKING:
-    from protocol.script import Hazard, Token
+    from protocol.scripted_resident import Hazard, Token
 
 
 def growing(

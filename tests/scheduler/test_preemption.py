@@ -14,7 +14,7 @@ from scheduler.suspended import SuspendedRequests
 from tests.scheduler.bench import Bench, counting, exit_after, make_profile, never, reasons, trace
 
 if TYPE_CHECKING:
-    from protocol.script import Hazard
+    from protocol.scripted_resident import Hazard
 
 ROOMY = SnapshotRoom(10_000, 100, 1, 10)
 
