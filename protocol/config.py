@@ -98,7 +98,10 @@ class SchedulerSettings(Settings):
     `kv_watermark` is the share of a lane's blocks that an admission leaves free unless the lane is
     idle. `max_running` bounds the requests on a lane; None takes as many as it has slots.
     `reservation` "full" takes all blocks of a request when it is placed, "incremental" each when a
-    plan first needs it; either way a placed request is sure to get them.
+    plan first needs it; either way a placed request is sure to get them. "overcommit" promises a
+    request no more than its prompt's blocks, as far as the worker could keep a snapshot of it: when
+    blocks run out, the last ones by the queue's order are suspended, each at most once, and go on
+    later with all their blocks promised.
 
     `mode` "refill" samples a token that has left the loops with the next plan, and its successor
     joins those still looping; "no_refill" lets it wait until the loops of all others are done too.
@@ -134,7 +137,7 @@ class SchedulerSettings(Settings):
     max_admission_bypasses: Annotated[int, Field(strict=True, ge=0)] = 8
     kv_watermark: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = 0.0
     max_running: Count | None = None
-    reservation: Literal["full", "incremental"] = "full"
+    reservation: Literal["full", "incremental", "overcommit"] = "full"
     mode: Literal["refill", "no_refill"] = "refill"
     min_coda_batch: Count = 1
     max_step_tokens: Count | None = None

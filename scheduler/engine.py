@@ -30,6 +30,7 @@ from scheduler.lane import Lane
 from scheduler.output import end_of
 from scheduler.placement import LoadLedger, placement_policy, with_affinity
 from scheduler.preemption import Preemption
+from scheduler.pressure import left_out
 from scheduler.queues import WaitingQueue
 from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
@@ -211,8 +212,11 @@ class Engine:
             self._waiting.place(self._try_place)
         plans = []
         for lane in self._lanes.values():
-            while (plan := lane.next_plan(now, yields=bool(self._waiting))) is not None:
+            yields = bool(self._waiting)
+            while (plan := lane.next_plan(now, left_out(lane), yields=yields)) is not None:
                 plans.append((lane.name, plan))
+                if plan.suspends:
+                    self._ledger.forget(lane.name)
         return plans
 
     def apply(self, lane: str, result: PlanResult, now: float) -> list[RequestOutput]:
@@ -232,6 +236,7 @@ class Engine:
         source.cache_prompts(plan, result, outputs)
         for request in source.take_suspended(plan):
             self._waiting.add(request)
+            self._totals.pressure_preemptions += request.pressed
         for key in plan.releases:
             request = source.requests.get(key) or source.suspended.requests[key]
             source.release(request)
@@ -268,6 +273,7 @@ class Engine:
             preemptions=self._totals.preemptions,
             resumptions=self._totals.resumptions,
             suspended=sum(lane.num_suspended for lane in self._lanes.values()),
+            pressure_preemptions=self._totals.pressure_preemptions,
         )
 
     def _model(self) -> ModelProfile:

@@ -79,10 +79,10 @@ class _Holding:
 class KVManager:
     """Block tables of one lane's requests. Owner: Lane.
 
-    Mutated only by: commit, grow, forgo, publish, distrust and release. What a request may ever
-    need is either in its table or promised to it, so that it never stops for lack of a block; there
-    are never fewer free blocks than promised ones. Full-depth prompt blocks are shared once they
-    are complete, and nobody writes to them again.
+    Mutated only by: commit, grow, forgo, publish, distrust and release. What a request was sure to
+    get when it was placed is either in its table or promised to it; there are never fewer free
+    blocks than promised ones. Beyond that it may grow while others are free. Full-depth prompt
+    blocks are shared once they are complete, and nobody writes to them again.
     """
 
     def __init__(self, profile: WorkerProfile) -> None:
@@ -109,6 +109,11 @@ class KVManager:
         """Blocks that no request holds, cached or not."""
         return self._pool.free_count + self._planes * self._cache.idle_count
 
+    @property
+    def unpromised_blocks(self) -> int:
+        """Free blocks that nobody is promised."""
+        return self.free_blocks - self._promised
+
     def cost(self, num_tokens: int, digests: tuple[bytes, ...] = ()) -> KVCost:
         """What `num_tokens` tokens would cost, whose prompt has `digests`; changes nothing.
 
@@ -125,7 +130,7 @@ class KVManager:
         Example: 8 free, 4 of them cached; 12 needed, those 4 among them -> 8 + 4 = 12 do not fit.
         """
         idle = self._cache.idle_within(cost.digests, cost.cached)
-        free = self.free_blocks - self._promised
+        free = self.unpromised_blocks
         if leaving:
             gone = self._left_by(leaving)
             shared = map(self._cache.blocks, cost.digests[: cost.cached])
@@ -165,23 +170,53 @@ class KVManager:
             self._promised += promise
         return table
 
+    def lack(self, key: RequestKey, num_tokens: int) -> int:
+        """Blocks, over all planes, that `num_tokens` tokens need beyond table and promise.
+
+        Example: 4 planes, blocks of 4 tokens, a table of 1 block a plane, promised 4: 9 tokens
+        need 12 blocks, so 4 are lacking.
+        """
+        return max(self._missing(key, num_tokens) - self._promises.get(key, 0), 0)
+
+    def affordable(self, key: RequestKey, num_tokens: int, kept: int) -> int:
+        """The most of `num_tokens` tokens that `key` can grow to and leave `kept` blocks to others.
+
+        Example: 4 planes, blocks of 4 tokens, a table of 1 block a plane, 10 blocks unpromised, 4
+        kept: 13 tokens need 12 blocks more, and 8 tokens are what there is room for.
+        """
+        lack = self.lack(key, num_tokens) - max(self.unpromised_blocks - kept, 0)
+        columns = -(-max(lack, 0) // self._planes)
+        return min(num_tokens, (-(-num_tokens // self._block_size) - columns) * self._block_size)
+
     def grow(self, key: RequestKey, num_tokens: int) -> BlockTable | None:
-        """Blocks for `num_tokens` tokens, out of what is promised to `key`.
+        """Blocks for `num_tokens` tokens, first of those that are promised to `key`.
 
         The new blocks alone, to be appended to each plane; None when the table is long enough.
+        Raises OverloadedError, and changes nothing, when more are lacking than nobody is promised.
         """
         held = self._held[key]
-        missing = -(-num_tokens // self._block_size) - len(held.table[0])
+        missing = self._missing(key, num_tokens)
         if missing <= 0:
             return None
-        more = self._claim(missing)
+        kept = min(missing, self._promises.get(key, 0))
+        if missing - kept > self.unpromised_blocks:
+            raise OverloadedError(
+                f"request {key}: {missing - kept} blocks more than promised, "
+                f"{self.unpromised_blocks} to be had: suspend a request first"
+            )
+        more = self._claim(missing // self._planes)
         held.table = tuple(old + new for old, new in zip(held.table, more, strict=True))
-        self._promises[key] -= missing * self._planes
-        self._promised -= missing * self._planes
+        if kept:
+            self._promises[key] -= kept
+            self._promised -= kept
         return more
 
+    def freed_by(self, leaving: Collection[RequestKey]) -> int:
+        """Blocks that were neither held nor promised any more, were these requests gone."""
+        return len(self._left_by(leaving)) + sum(self._promises.get(key, 0) for key in leaving)
+
     def forgo(self, key: RequestKey) -> None:
-        """A request that has ended grows no more: others may have what was promised to it."""
+        """A request that leaves grows no more: others may have what was promised to it."""
         self._promised -= self._promises.pop(key, 0)
 
     def held(self, key: RequestKey) -> int:
@@ -237,6 +272,11 @@ class KVManager:
             cached_blocks=self._planes * len(self._cache),
             evicted_blocks=self._evicted_blocks,
         )
+
+    def _missing(self, key: RequestKey, num_tokens: int) -> int:
+        """Blocks, over all planes, that the table of `key` is short of (below 0: over)."""
+        columns = -(-num_tokens // self._block_size) - len(self._held[key].table[0])
+        return self._planes * columns
 
     def _left_by(self, keys: Collection[RequestKey]) -> set[int]:
         """The blocks that nobody but these requests holds."""

@@ -7,25 +7,29 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from protocol.executor import MAX_PLANS_IN_FLIGHT
-from protocol.exit_rule import FinishReason, ending_ids
-from protocol.plan import NO_LOGPROBS, Admission, ExecutionPlan, Grant, PrefillBatch, PreludeBatch
+from protocol.exit_rule import FinishReason
+from protocol.plan import Admission, ExecutionPlan, PrefillBatch
 from protocol.plan_size import PLAN_LIMIT
 from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
+from scheduler.commitments import Commitments
+from scheduler.growth import grants_for
 from scheduler.kv_manager import KVManager
+from scheduler.opening import admission_of
 from scheduler.plan_room import PlanRoom
 from scheduler.planner import StepLimits, plan_steps
+from scheduler.queues import order_of
 from scheduler.resident import resident_terms
 from scheduler.states import Event, State
 from scheduler.stats import LaneStats
 from scheduler.suspended import SuspendedRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable
 
     from protocol.config import SchedulerSettings
     from protocol.identity import RequestKey
-    from protocol.plan import Resume, Step
+    from protocol.plan import Resume
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
@@ -59,13 +63,15 @@ class Lane:
         self.requests: dict[RequestKey, Request] = {}
         self.caches_prompts = settings.prefix_caching
         self.suspended = SuspendedRequests(profile.snapshots)
+        self.commitments = Commitments(self.kv, self.suspended, settings)
+        self.order = order_of(settings)
         self._settings = settings
-        self._limits = StepLimits.of(settings, profile)
+        self.limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         slots = settings.max_running or profile.num_slots
-        self._num_slots = min(profile.num_slots, self._limits.max_tokens, slots)
-        self._room = PlanRoom.of(profile, self._limits, self._num_slots, plan_limit)
-        self._grows = settings.reservation == "incremental"
+        self._num_slots = min(profile.num_slots, self.limits.max_tokens, slots)
+        self._room = PlanRoom.of(profile, self.limits, self._num_slots, plan_limit)
+        self._grows = settings.reservation != "full"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
         self._in_flight: deque[tuple[ExecutionPlan, float]] = deque()
@@ -90,7 +96,7 @@ class Lane:
         if not self._in_flight:
             return True
         limit = self._settings.plans_in_flight
-        if len(self._in_flight) == limit and self._limits.max_ticks and self._has_news():
+        if len(self._in_flight) == limit and self.limits.max_ticks and self._has_news():
             limit = min(limit + 1, MAX_PLANS_IN_FLIGHT)
         if len(self._in_flight) >= limit:
             return False
@@ -120,20 +126,22 @@ class Lane:
         """Whether one more request could be on the lane, had it the blocks."""
         return len(self.requests) < self._num_slots
 
-    def cost(self, request: Request) -> KVCost:
-        """What the request would cost here, and how much of its prompt is cached.
+    def cost(self, request: Request, *, loose: bool) -> KVCost:
+        """What the request would be sure to get here, and how much of its prompt is cached.
 
-        A suspended one has its prompt's KV in its snapshot, and shares no block.
+        That is its prompt's blocks alone if it is loose. A suspended one has its prompt's KV in its
+        snapshot, and shares no block.
         """
         cached = self.caches_prompts and request.state is not State.SUSPENDED
         profile = self.profile
         digests = request.digests.of(profile.block_size, profile.layout) if cached else ()
-        return self.kv.cost(request.capacity_tokens, digests)
+        return self.kv.cost(len(request.prompt) if loose else request.capacity_tokens, digests)
 
     def room_for(self, request: Request) -> KVCost | None:
         """Its cost, if a slot, and the blocks beside the watermark, are free now.
 
-        An idle lane has no watermark, so that its largest request can start at all.
+        An idle lane has no watermark, so that its largest request can start at all. Blocks that
+        those on the lane are about to need count as taken.
         """
         return self.room_without(request, ())
 
@@ -142,52 +150,36 @@ class Lane:
         staying = len(self.requests) - len(leaving)
         if staying >= self._num_slots:
             return None
-        cost = self.cost(request)
-        headroom = self._watermark if staying else 0
-        fits = self.kv.fits(cost, headroom, [gone.key for gone in leaving])
+        keys = [gone.key for gone in leaving]
+        loose = self.commitments.takes_loosely(request, leaving)
+        if not loose and not self.commitments.allow_firm(request, leaving):
+            return None
+        cost = self.cost(request, loose=loose)
+        fits = self.kv.fits(cost, self._watermark if staying else 0, keys)
+        if fits and self.commitments.loose:
+            fits = self.kv.fits(cost, self.commitments.wanted(leaving), keys)
         return cost if fits else None
 
     def admit(self, request: Request, rng: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
 
         Its prefill starts where its cached prefix ends. Under incremental reservation the blocks
-        beyond the first chunk are only promised. Raises OverloadedError, and changes nothing, when
-        the blocks are not free.
+        beyond the first chunk are only promised, and of a loose request those beyond its prompt not
+        even that. Raises OverloadedError, and changes nothing, when the blocks are not free.
         """
-        cost = self.cost(request)
+        loose = self.commitments.takes_loosely(request)
+        cost = self.cost(request, loose=loose)
         prefilled = cost.cached * self.profile.block_size
         first = request.capacity_tokens
         if self._grows:
-            first = min(len(request.prompt), prefilled + self._limits.chunk_size)
+            first = min(len(request.prompt), prefilled + self.limits.chunk_size)
         tables = self.kv.commit(request.key, cost, self.kv.cost(first))
         terms = resident_terms(request, self.profile, self._settings)
         request.place(self.name, prefilled, terms)
         self.requests[request.key] = request
-        self._admissions[request.key] = Admission(
-            key=request.key,
-            prompt=request.prompt,
-            tables=tables,
-            rng=rng,
-            temperature=request.params.temperature,
-            top_p=request.params.top_p,
-            top_k=request.params.top_k,
-            repetition_penalty=request.params.repetition_penalty,
-            presence_penalty=request.params.presence_penalty,
-            frequency_penalty=request.params.frequency_penalty,
-            logit_bias=request.params.logit_bias,
-            min_tokens=request.params.min_tokens,
-            banned_ids=self._banned_ids(request),
-            logprobs=NO_LOGPROBS if request.params.logprobs is None else request.params.logprobs,
-            prefilled=request.prefilled,
-            resident=terms,
-        )
-
-    def _banned_ids(self, request: Request) -> tuple[int, ...]:
-        """What may not be sampled among the first min_tokens outputs."""
-        if request.params.min_tokens == 0:
-            return ()
-        eos_ids, ignore_eos = self.profile.model.eos_ids, request.params.ignore_eos
-        return tuple(sorted(ending_ids(request.stop_ids, eos_ids, ignore_eos=ignore_eos)))
+        self.commitments.add(request, loose=loose)
+        eos_ids = self.profile.model.eos_ids
+        self._admissions[request.key] = admission_of(request, tables, rng, eos_ids, terms)
 
     def can_suspend(self, request: Request) -> bool:
         """Whether the worker holds a live request that it could keep a snapshot of.
@@ -199,13 +191,18 @@ class Lane:
             and request.output_index < request.params.max_tokens
             and not self.holds_unsent(request)
             and not self.suspended.is_waking(request.key)
-            and self.suspended.size(request) <= self.suspended.free_bytes
+            and self.suspended.takes(request) <= self.suspended.free_bytes
         )
 
-    def suspend(self, request: Request) -> None:
-        """Have the next plan suspend a request; slot and blocks come back with its answer."""
-        request.suspend()
+    def suspend(self, request: Request, *, pressed: bool = False) -> None:
+        """Have the next plan suspend a request; slot and blocks come back with its answer.
+
+        `pressed` says that it is for want of blocks, and not for another's priority.
+        """
+        request.suspend(pressed=pressed)
         self.suspended.reserve(request)
+        self.commitments.drop(request.key)
+        self.kv.forgo(request.key)
 
     def resume(self, request: Request) -> None:
         """Give a suspended request a slot and all blocks; the plan of its next row resumes it.
@@ -215,9 +212,11 @@ class Lane:
         first = request.capacity_tokens
         if self._grows:
             first = request.written if request.stage is None else request.position + 1
-        tables = self.kv.commit(request.key, self.cost(request), self.kv.cost(first))
+        cost = self.cost(request, loose=False)
+        tables = self.kv.commit(request.key, cost, self.kv.cost(first))
         request.resume()
         self.requests[request.key] = request
+        self.commitments.add(request, loose=False)
         self.suspended.wake(request.key, tables)
 
     def take_suspended(self, plan: ExecutionPlan) -> list[Request]:
@@ -239,13 +238,17 @@ class Lane:
         request.close(Event.RELEASED)
         self._admissions.pop(request.key, None)
         self.suspended.forget(request.key)
+        self.commitments.drop(request.key)
         if self.requests.pop(request.key, None) is not None:
             self.kv.release(request.key)
 
-    def next_plan(self, now: float, *, yields: bool = False) -> ExecutionPlan | None:
+    def next_plan(
+        self, now: float, idle: Collection[Request] = (), *, yields: bool = False
+    ) -> ExecutionPlan | None:
         """What the worker is to run next; None while it has enough, or there is nothing.
 
-        With `yields`, somebody waits for room, and ticks end when a request does.
+        Those that are `idle` have no row. With `yields`, somebody waits for room, and ticks end
+        when a request does.
         """
         if not self.takes_plan:
             return None
@@ -256,14 +259,14 @@ class Lane:
             asleep = self.suspended.requests.values()
             releases += [r.key for r in asleep if r.state is State.RELEASING]
             suspends = [r.key for r in requests if r.state is State.SUSPENDING]
-            requests = [r for r in requests if r.state is not State.SUSPENDING]
+            requests = [r for r in requests if r.state is not State.SUSPENDING and r not in idle]
         for plan, _ in self._in_flight:
             releases = [key for key in releases if key not in plan.releases]
             suspends = [key for key in suspends if key not in plan.suspends]
         releases = releases[: self._num_slots]  # which is what a frame surely has room for
         if self._admissions or self.suspended:
             requests = self._room.select(requests, self._opening)
-        steps = plan_steps(requests, self._limits, yields=yields)
+        steps = plan_steps(requests, self.limits, yields=yields)
         if not (releases or suspends or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
@@ -271,13 +274,14 @@ class Lane:
         if self._admissions:
             named = dict.fromkeys(key for step in steps for key in step.keys)
             admits = tuple(self._admissions.pop(key) for key in named if key in self._admissions)
+        grants = grants_for(steps, self.requests, self.kv, self.commitments)
         self._seq += 1
         plan = ExecutionPlan(
             epoch=self.epoch,
             seq=self._seq,
             releases=tuple(releases),
             admits=admits,
-            grants=tuple(self._grants(steps)) if self._grows else (),
+            grants=tuple(grants) if self._grows else (),
             steps=steps,
             suspends=tuple(suspends),
             resumes=self.suspended.send(key for step in steps for key in step.keys),
@@ -288,23 +292,6 @@ class Lane:
     def _opening(self, request: Request) -> Admission | Resume | None:
         """What its first row is to be sent with."""
         return self._admissions.get(request.key) or self.suspended.resume_of(request.key)
-
-    def _grants(self, steps: tuple[Step, ...]) -> Iterator[Grant]:
-        """The blocks that these steps are the first to write to."""
-        for step in steps:
-            match step:
-                case PrefillBatch(keys, starts, counts):
-                    frontiers: Iterable[int] = map(add, starts, counts)
-                case PreludeBatch(keys, positions, _):
-                    frontiers = (position + 1 for position in positions)
-                case ResidentBatch(keys):
-                    frontiers = (self.requests[key].reach for key in keys)
-                case _:
-                    continue
-            for key, frontier in zip(keys, frontiers, strict=True):
-                tables = self.kv.grow(key, frontier)
-                if tables is not None:
-                    yield Grant(key, tables)
 
     def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
         """The plan that `result` answers, no longer in flight; None unless it is the first one."""

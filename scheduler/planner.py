@@ -71,7 +71,32 @@ def plan_steps(
     signal is not heard has no row, nor has an output before the one ahead of it has come back, nor
     a resident request that ends in the ticks in flight. With `yields`, ticks stop when a row ends.
     """
-    exited, core, prompts = [], [], []
+    exited, core, prompts = _rows(requests, limits)
+    going_on = [request for request in exited if not request.is_last_output]
+    rows = len(core) + len(exited) + sum(request.stage is _RESIDENT for request in requests)
+    prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
+    coda, prelude = _coda(exited), _prelude(going_on)
+    if going_on:
+        core = [request for request in requests if request.stage is _RECURRENT]
+    prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
+    staged: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
+    resident = _resident(requests, limits.max_ticks, yields) if limits.max_ticks else ()
+    return tuple(step for step in staged if step.keys) + resident
+
+
+def rows_to_sample(requests: Sequence[Request], limits: StepLimits) -> list[Request]:
+    """Those that a plan of `requests` would give a CODA; moves nobody on."""
+    exited, _, _ = _rows(requests, limits)
+    return exited
+
+
+def _rows(
+    requests: Sequence[Request], limits: StepLimits
+) -> tuple[list[Request], list[Request], list[Request]]:
+    """Those that have exited and go on now, those in the core, and those in their prompts."""
+    exited: list[Request] = []
+    core: list[Request] = []
+    prompts: list[Request] = []
     for request in requests:
         stage = request.stage
         if stage is _RECURRENT:
@@ -81,20 +106,10 @@ def plan_steps(
                 exited.append(request)
         elif request.state is _PREFILL:
             prompts.append(request)
-    rows = len(core) + len(exited)
     if exited and core and (not limits.refill or len(exited) < limits.min_coda_batch):
         # The core goes on without them; it empties within a token's loops, so they wait no longer.
-        rows, exited = len(core), []
-    rows += sum(request.stage is _RESIDENT for request in requests)
-    going_on = [request for request in exited if not request.is_last_output]
-    prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
-    coda, prelude = _coda(exited), _prelude(going_on)
-    if going_on:
-        core = [request for request in requests if request.stage is _RECURRENT]
-    prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
-    staged: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
-    resident = _resident(requests, limits.max_ticks, yields) if limits.max_ticks else ()
-    return tuple(step for step in staged if step.keys) + resident
+        exited = []
+    return exited, core, prompts
 
 
 def _coda(exited: Iterable[Request]) -> CodaBatch:

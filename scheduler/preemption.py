@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler.placement import loop_debt
-from scheduler.states import State
+from scheduler.pressure import leaving_anyway
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from protocol.identity import RequestKey
     from scheduler.lane import Lane
@@ -105,11 +105,11 @@ def _pick(
 
     Where snapshots are scarce it may miss a set, since it looks ahead at blocks alone.
     """
-    gone = _leaving(lane)
+    gone = leaving_anyway(lane)
     victims: list[Request] = []
     free = lane.suspended.free_bytes
     for index, candidate in enumerate(candidates):
-        size = lane.suspended.size(candidate)
+        size = lane.suspended.takes(candidate)
         if size > free:
             continue
         chosen = [*victims, candidate]
@@ -124,7 +124,7 @@ def _pick(
 
 def _needed(lane: Lane, request: Request, victims: list[Request]) -> list[Request]:
     """The victims without those that the others are enough without."""
-    gone = _leaving(lane)
+    gone = leaving_anyway(lane)
     for victim in tuple(victims):
         others = [other for other in victims if other is not victim]
         if lane.room_without(request, [*gone, *others]) is not None:
@@ -145,11 +145,5 @@ def _cost(option: tuple[Lane, Sequence[Request]]) -> tuple[int, list[tuple[int, 
     return len(victims), [_rank(victim) for victim in victims]
 
 
-def _leaving(lane: Lane) -> Collection[Request]:
-    """Those whose slot and blocks come back whatever is decided now."""
-    states = (State.SUSPENDING, State.RELEASING)
-    return [request for request in lane.requests.values() if request.state in states]
-
-
 def _comes_free(lane: Lane, request: Request) -> bool:
-    return lane.room_without(request, _leaving(lane)) is not None
+    return lane.room_without(request, leaving_anyway(lane)) is not None

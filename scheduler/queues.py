@@ -16,11 +16,11 @@ class WaitingQueue:
     """Requests without a slot, next one first. Owner: Engine. Mutated only by: its methods.
 
     Policy "fcfs" keeps the order of arrival; "priority" puts lower `SamplingParams.priority` first
-    and keeps the order of arrival among equals.
+    and keeps the order of arrival among equals. A suspended request keeps its own place.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self._by_priority = settings.policy == "priority"
+        self._order = order_of(settings)
         self._scan_limit = settings.admission_scan_limit
         self._max_bypasses = settings.max_admission_bypasses
         self._requests: list[Request] = []
@@ -36,10 +36,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a request behind all that come before it."""
-        if self._by_priority:
-            insort_right(self._requests, request, key=order_of)
-        else:
-            self._requests.append(request)
+        insort_right(self._requests, request, key=self._order)
 
     def remove(self, request: Request) -> None:
         """A waiting request is waiting no more."""
@@ -69,6 +66,16 @@ class WaitingQueue:
                 passed.append(request)
 
 
-def order_of(request: Request) -> tuple[int, int]:
-    """The place of a request by (priority, arrival): a suspended one keeps its own."""
+def order_of(settings: SchedulerSettings) -> Callable[[Request], tuple[int, int]]:
+    """The order of all requests, waiting or running: a total one, and fixed for each of them."""
+    return by_priority if settings.policy == "priority" else by_arrival
+
+
+def by_priority(request: Request) -> tuple[int, int]:
+    """By (priority, arrival), lower sooner."""
     return request.params.priority, request.key.generation
+
+
+def by_arrival(request: Request) -> tuple[int, int]:
+    """By arrival alone, whatever the priority."""
+    return 0, request.key.generation

@@ -46,6 +46,7 @@ class Request:
     loops that an output after the first can take. `bypasses` counts the requests that were placed
     past this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
     Where depths are forced, `forced_loops[i]` sums those of output i and all that follow it.
+    `pressed` says that its last suspend was for want of blocks.
     """
 
     key: RequestKey
@@ -76,6 +77,7 @@ class Request:
     ticks_in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     forced_loops: tuple[int, ...] | None = None
+    pressed: bool = False
 
     @classmethod
     def create(
@@ -197,9 +199,10 @@ class Request:
         more = (started + self.ticks_in_flight) // self.least_loops + (not self.tokens)
         return min(self.capacity_tokens, len(self.prompt) + len(self.tokens) + more)
 
-    def suspend(self) -> None:
+    def suspend(self, *, pressed: bool) -> None:
         """It has to leave its lane's slot and blocks; no further row of it is planned."""
         self._to(Event.SUSPEND)
+        self.pressed = pressed
 
     def keep(self) -> None:
         """Its worker holds a snapshot of it: it waits to go on, as if nobody had passed it."""

@@ -42,7 +42,7 @@ class Event(Enum):
     PLACE     a lane has room and takes it, or takes it back with its prompt not through
     RESUME    its lane has room and takes it back where it was DECODING
     PROMPT    the last prompt token is planned through every depth
-    SUSPEND   it has to make room for a request of higher priority
+    SUSPEND   it has to make room for a request of higher priority, or blocks have run out
     SNAPSHOT  its worker keeps a snapshot of it, and nothing else
     FINISH    a stop token, the last token allowed, or an end that only its text told
     FAIL      the worker could not run it

@@ -47,7 +47,8 @@ class EngineStats:
     `prefix_hit_tokens` the prompt tokens that were found and not run again; `cached_blocks` and
     `evicted_blocks` are those of the open lanes. `suspended` requests are among those waiting;
     `preemptions` counts the snapshots taken, `resumptions` the requests that were given a slot
-    again.
+    again. `pressure_preemptions` are those of the preemptions that were for want of blocks; the
+    others made room for a higher priority.
     """
 
     waiting: int
@@ -72,6 +73,7 @@ class EngineStats:
     preemptions: int
     resumptions: int
     suspended: int
+    pressure_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class Totals:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0
+    pressure_preemptions: int = 0
 
     def count(self, outputs: Iterable[RequestOutput], full_depth: int) -> None:
         """Add what has just left the engine; a full pass takes `full_depth` loops.

@@ -20,6 +20,7 @@ class SuspendedRequests:
 
     Mutated only by: its methods. The bytes of a snapshot count from the suspend that asks for it to
     the plan that resumes it or the answer to its release, so that the worker never has less room.
+    Those of a loose request count from its placement on, at the most that they may ever be.
     """
 
     def __init__(self, room: SnapshotRoom) -> None:
@@ -32,7 +33,7 @@ class SuspendedRequests:
         return f"<SuspendedRequests {len(self.requests)}, {self.free_bytes} bytes free>"
 
     def __bool__(self) -> bool:
-        """Whether there is a snapshot, or one is asked for."""
+        """Whether there is a snapshot, or one is or may be asked for."""
         return bool(self._bytes)
 
     @property
@@ -43,6 +44,18 @@ class SuspendedRequests:
     def size(self, request: Request) -> int:
         """Bytes that a snapshot of the request would take; no row of it is in flight."""
         return self._room.size(len(request.prompt), request.written)
+
+    def size_at_most(self, request: Request) -> int:
+        """Bytes of the largest snapshot that the request may ever leave."""
+        return self._room.size(len(request.prompt), request.capacity_tokens)
+
+    def takes(self, request: Request) -> int:
+        """Bytes that a snapshot of the request would take of those that are free."""
+        return 0 if request.key in self._bytes else self.size(request)
+
+    def set_aside(self, request: Request) -> None:
+        """Keep room for any snapshot of a request that is placed as a loose one."""
+        self._bytes[request.key] = self.size_at_most(request)
 
     def reserve(self, request: Request) -> None:
         """The next plan asks for a snapshot."""

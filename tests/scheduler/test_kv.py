@@ -107,6 +107,33 @@ def test_a_promise_is_kept_and_grown_into() -> None:
     assert kv.stats() == KVStats(20, 20, 0)
 
 
+def test_growth_beyond_the_promise_takes_what_nobody_is_promised() -> None:
+    kv = KVManager(make_profile(num_blocks=24, block_size=4))
+    kv.commit(A, kv.cost(8), kv.cost(4))
+    kv.commit(B, kv.cost(8), kv.cost(4))
+    assert (kv.unpromised_blocks, kv.lack(A, 8), kv.lack(A, 9), kv.lack(A, 13)) == (8, 0, 4, 8)
+    assert kv.freed_by([A]) == 8
+    assert [kv.affordable(A, tokens, 0) for tokens in (3, 8, 14, 16, 17, 30)] == [
+        3,
+        8,
+        14,
+        16,
+        16,
+        16,
+    ]
+    assert [kv.affordable(A, 30, kept) for kept in (1, 4, 5, 8, 99)] == [12, 12, 8, 8, 8]
+    more = kv.grow(A, 16)
+    assert more is not None
+    assert [len(plane) for plane in more] == [3] * 4
+    assert (kv.unpromised_blocks, kv.lack(A, 16), kv.lack(A, 17)) == (0, 0, 4)
+    before = kv.stats()
+    with pytest.raises(OverloadedError, match="4 blocks more than promised, 0 to be had"):
+        kv.grow(A, 17)
+    assert kv.stats() == before
+    assert kv.grow(B, 8) is not None
+    assert (kv.freed_by([A]), kv.freed_by([A, B])) == (16, 24)
+
+
 def test_one_rng_key_a_public_id() -> None:
     registry = RngRegistry()
     assert registry.acquire("a", 7) == RngKey(7, 0) == registry.key("a")

@@ -124,6 +124,14 @@ def test_policies(policy: str, order: list[str]) -> None:
     assert admitted(bench) == order
 
 
+def test_who_was_suspended_keeps_its_place() -> None:
+    for policy in ("fcfs", "priority"):
+        queue, requests = queue_of(dict.fromkeys("abc", 1), policy=policy)
+        queue.remove(requests["b"])
+        queue.add(requests["b"])
+        assert names(queue) == ["a", "b", "c"]
+
+
 def test_a_watermark_stays_free_unless_the_lane_is_idle() -> None:
     bench = Bench(make_profile(num_blocks=32), kv_watermark=0.26)
     for name in ("a", "b", "c"):
