@@ -29,7 +29,7 @@ from protocol.columns import (
 )
 from protocol.errors import ProtocolError
 from protocol.lifecycle import Beat, Fault, Open, Opened, Phase, Synchronize, Synchronized
-from protocol.plan import Admission, ExecutionPlan, Grant, Resume
+from protocol.plan import Admission, ExecutionPlan, Fork, Grant, Resume
 from protocol.plan_size import FRAME_LIMIT
 from protocol.profile_codec import pack_profile, unpack_profile
 from protocol.result import FailedRow, PlanResult
@@ -122,7 +122,17 @@ def _plan_fields(plan: ExecutionPlan) -> tuple[object, ...]:
     grants = [(keys.index(item.key), pack_table(item.tables)) for item in plan.grants]
     steps = pack_steps(BATCHES, plan.steps, keys)
     resumes = [(keys.index(item.key), pack_table(item.tables)) for item in plan.resumes]
-    changes = (releases, admits, grants, steps, keys.column(plan.suspends), resumes)
+    forks = [
+        (
+            keys.index(item.key),
+            keys.index(item.parent),
+            pack_table(item.tables),
+            item.rng.seed,
+            item.rng.stream,
+        )
+        for item in plan.forks
+    ]
+    changes = (releases, admits, grants, steps, keys.column(plan.suspends), resumes, forks)
     return (_PLAN, plan.epoch, plan.seq, keys.fields(), *changes)
 
 
@@ -136,6 +146,7 @@ def _decode_plan(
     steps: Packed,
     suspends: bytes,
     resumes: Packed,
+    forks: Packed,
 ) -> ExecutionPlan:
     table = read_key_table(keys)
     return ExecutionPlan(
@@ -147,6 +158,23 @@ def _decode_plan(
         steps=unpack_steps(BATCHES, steps, table),
         suspends=read_keys(table, suspends),
         resumes=tuple(Resume(table[read_index(key, table)], unpack_table(t)) for key, t in resumes),
+        forks=tuple(_decode_fork(table, *fields) for fields in forks),
+    )
+
+
+def _decode_fork(
+    table: Sequence[RequestKey],
+    key: int,
+    parent: int,
+    blocks: Sequence[bytes],
+    seed: int,
+    stream: int,
+) -> Fork:
+    return Fork(
+        key=table[read_index(key, table)],
+        parent=table[read_index(parent, table)],
+        tables=unpack_table(blocks),
+        rng=RngKey(read_int(seed), read_int(stream)),
     )
 
 

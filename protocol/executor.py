@@ -8,8 +8,8 @@ An executor is one epoch of one worker. Homes: `worker/local_executor.py` (this 
     result = submission.collect(timeout=30.0)       # waits, bounded
     submission.retire()                             # its readback buffer may be used again
 
-There is one verb for work: admissions, grants, suspends, resumes and releases are parts of a plan,
-so they have its place in the order of the epoch and are answered by its result.
+There is one verb for work: admissions, forks, grants, suspends, resumes and releases are parts of a
+plan, so they have its place in the order of the epoch and are answered by its result.
 """
 
 from __future__ import annotations

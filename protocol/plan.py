@@ -96,6 +96,31 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A request that starts as a copy of `parent`, but for its table and what it draws.
+
+    The prompt of `parent` is through every depth, and nothing was sampled of it yet. `tables` is
+    the whole table of `key`. Its first blocks may be the parent's complete prompt blocks, the same
+    in every plane, which nobody writes to again; the others are its own, and the worker copies the
+    KV of the prompt tokens that belong there.
+
+    Example: block size 4, a prompt of 10 in (3, 5, 8) of one plane -> (3, 5, 9, 2) shares 3 and 5;
+    tokens 8 and 9 are copied from block 8 to block 9.
+    """
+
+    key: RequestKey
+    parent: RequestKey
+    tables: BlockTable
+    rng: RngKey
+
+    def __post_init__(self) -> None:
+        if self.key == self.parent:
+            raise ValueError(f"fork of {self.key}: a request is no copy of itself")
+        require_non_negative(f"fork of {self.key}", *self.tables)
+        require_equal_lengths(f"fork of {self.key}", *self.tables)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Prompt chunks [start, start + count) through every depth; ids come from the admission."""
 
@@ -172,7 +197,8 @@ class ExecutionPlan:
     """One frame of a worker's ordered stream.
 
     `seq` counts the frames of an epoch from 1. A worker applies releases, then suspends, resumes,
-    admits and grants, then runs the steps in order. A plan without steps is legal and is answered.
+    admits, forks and grants, then runs the steps in order. A plan without steps is legal and is
+    answered.
 
     A suspended request leaves its slot and its blocks, which may go to others once the plan's
     result is applied; its snapshot stays on the worker until it is resumed or released.
@@ -186,6 +212,7 @@ class ExecutionPlan:
     steps: tuple[Step, ...] = ()
     suspends: tuple[RequestKey, ...] = ()
     resumes: tuple[Resume, ...] = ()
+    forks: tuple[Fork, ...] = ()
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 1:

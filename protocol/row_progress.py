@@ -7,7 +7,8 @@ the earlier ones will have done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Self
 
 from protocol.errors import ProtocolError
@@ -15,8 +16,10 @@ from protocol.plan import SLOT_TOKEN, CodaBatch, PrefillBatch, PreludeBatch, Rec
 from protocol.resident import ResidentBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, BlockTable, Step
+    from protocol.plan import Admission, BlockTable, Fork, Step
     from protocol.resident import ResidentTerms
 
 
@@ -27,7 +30,8 @@ class RowProgress:
     `capacity` counts the tokens that its blocks hold, in every plane. `position` is the token in
     work, -1 until the prompt is through, and `loops` the loops that it has run; `outputs` counts
     sampled tokens, `sampled` says that the last of them waits for its PRELUDE. A request with
-    `terms` decodes in resident batches alone, and `finished` once it has ended.
+    `terms` decodes in resident batches alone, and `finished` once it has ended. `tables` are its
+    blocks, which say where it is and not how far it has come.
     """
 
     key: RequestKey
@@ -41,6 +45,7 @@ class RowProgress:
     sampled: bool = False
     terms: ResidentTerms | None = None
     finished: bool = False
+    tables: BlockTable = field(default=(), repr=False, compare=False)
 
     @classmethod
     def begin(cls, admission: Admission, max_loops: int) -> Self:
@@ -62,7 +67,7 @@ class RowProgress:
 
     def moved(self, tables: BlockTable, block_size: int) -> Self:
         """The same progress over these blocks alone; they must hold what is written."""
-        progress = replace(self, capacity=0)
+        progress = replace(self, capacity=0, tables=())
         progress.grant(tables, block_size)
         self._require(
             self.written <= progress.capacity,
@@ -70,8 +75,39 @@ class RowProgress:
         )
         return progress
 
+    def forked(self, fork: Fork, block_size: int) -> Self:
+        """The progress of a copy of this request, over the blocks of the fork.
+
+        Raises ProtocolError unless the prompt is through and nothing was sampled, the blocks hold
+        the prompt, and none of this request's is among them but its first complete ones.
+        """
+        _require(
+            fork.key, self.position >= 0, f"the prompt of its parent {self.key} is not through"
+        )
+        _require(
+            fork.key,
+            self.outputs == 0 and self.position == self.prompt_length - 1,
+            f"its parent {self.key} has sampled already",
+        )
+        shared = self.shared_blocks(fork.tables, block_size)
+        held = {block for plane in self.tables for block in plane}
+        _require(
+            fork.key,
+            held.isdisjoint(block for plane in fork.tables for block in plane[shared:]),
+            f"it shares blocks of {self.key} beyond the first {shared} of each plane",
+        )
+        return replace(self, key=fork.key).moved(fork.tables, block_size)
+
+    def shared_blocks(self, tables: BlockTable, block_size: int) -> int:
+        """How many blocks of each plane, from the first on, are this request's prompt blocks."""
+        columns = zip(zip(*self.tables, strict=True), zip(*tables, strict=True), strict=False)
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], columns))
+        return min(equal, self.prompt_length // block_size)
+
     def grant(self, tables: BlockTable, block_size: int) -> None:
         """The request now also has these blocks."""
+        old = self.tables or ((),) * len(tables)
+        self.tables = tuple(plane + more for plane, more in zip(old, tables, strict=True))
         self.capacity += len(tables[0]) * block_size
 
     def advance(self, step: Step, row: int) -> None:
@@ -130,8 +166,12 @@ class RowProgress:
         self.sampled = True
 
     def _require(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise ProtocolError(f"request {self.key}: {what}")
+        _require(self.key, holds, what)
+
+
+def _require(key: RequestKey, holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolError(f"request {key}: {what}")
 
 
 def check_table(key: RequestKey, tables: BlockTable, planes: int, num_blocks: int) -> None:
@@ -149,3 +189,11 @@ def check_vocabulary(admission: Admission, vocab_size: int) -> None:
     largest = max((*admission.prompt, *biased, *admission.banned_ids, *ending))
     if largest >= vocab_size:
         raise ProtocolError(f"request {admission.key}: token {largest} is not in [0, {vocab_size})")
+
+
+def check_parent(fork: Fork, failed: Mapping[RequestKey, str]) -> None:
+    """Raise ProtocolError if the parent of a fork has failed: its KV may be anything."""
+    if fork.parent in failed:
+        raise ProtocolError(
+            f"request {fork.key}: its parent {fork.parent} has failed: {failed[fork.parent]}"
+        )

@@ -25,7 +25,7 @@ from protocol.result import (
     ResidentResult,
     TokenLogprobs,
 )
-from protocol.row_progress import RowProgress, check_table, check_vocabulary
+from protocol.row_progress import RowProgress, check_parent, check_table, check_vocabulary
 from protocol.scripted_resident import TickingRow, run_ticks
 from protocol.snapshot import SnapshotHandle, SnapshotLoss, SnapshotStore, missing_snapshot
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, ExecutionPlan, Grant, Resume, Step
+    from protocol.plan import Admission, ExecutionPlan, Fork, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import StepResult
     from protocol.scripted_resident import Hazard, Token
@@ -84,7 +84,7 @@ class ScriptedWorker:
         self._snapshots.clear()
 
     def run(self, plan: ExecutionPlan) -> PlanResult:
-        """Releases, suspends, resumes, admits, grants, then the steps in order."""
+        """Releases, suspends, resumes, admits, forks, grants, then the steps in order."""
         failures: dict[RequestKey, str] = {}
         answers = _Answers(plan.epoch)
         for key in plan.releases:
@@ -97,6 +97,8 @@ class ScriptedWorker:
             self._try(resume.key, failures, partial(self._resume, resume, answers))
         for admission in plan.admits:
             self._try(admission.key, failures, partial(self._admit, admission))
+        for fork in plan.forks:
+            self._try(fork.key, failures, partial(self._fork, fork))
         for grant in plan.grants:
             self._try(grant.key, failures, partial(self._grant, grant))
         steps = tuple(self._run_step(step, failures) for step in plan.steps)
@@ -198,11 +200,22 @@ class ScriptedWorker:
                 slot.token = self._token(key, output_indices[row])
 
     def _admit(self, item: Admission) -> None:
-        if item.key in self._snapshots:
-            raise ProtocolError(f"request {item.key} is suspended: it cannot be admitted again")
+        self._check_not_suspended(item.key)
         check_vocabulary(item, self._profile.model.vocab_size)
         progress = RowProgress.begin(item, self._profile.model.max_loops)
         self._place(_Slot(progress, item.logprobs), item)
+
+    def _fork(self, item: Fork) -> None:
+        self._check_not_suspended(item.key)
+        check_parent(item, self._failed)
+        parent = self._slot(item.parent)
+        self._check(item)
+        progress = parent.progress.forked(item, self._profile.block_size)
+        self._place(replace(parent, progress=progress), item)
+
+    def _check_not_suspended(self, key: RequestKey) -> None:
+        if key in self._snapshots:
+            raise ProtocolError(f"request {key} is suspended: it cannot be admitted again")
 
     def _suspend(self, key: RequestKey, answers: _Answers) -> None:
         slot = self._slot(key)
@@ -233,7 +246,7 @@ class ScriptedWorker:
         answers.lost.append(loss)
         self._failed[loss.key] = loss.message
 
-    def _place(self, slot: _Slot, item: Admission | Resume) -> None:
+    def _place(self, slot: _Slot, item: Admission | Resume | Fork) -> None:
         if item.key in self._slots:
             raise ProtocolError(f"request {item.key} is admitted twice")
         if len(self._slots) >= self._profile.num_slots:
@@ -246,7 +259,7 @@ class ScriptedWorker:
         self._check(item)
         self._slot(item.key).progress.grant(item.tables, self._profile.block_size)
 
-    def _check(self, item: Admission | Grant | Resume) -> None:
+    def _check(self, item: Admission | Fork | Grant | Resume) -> None:
         check_table(item.key, item.tables, self._profile.planes, self._profile.num_blocks)
 
     def _slot(self, key: RequestKey) -> _Slot:

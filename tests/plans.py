@@ -19,7 +19,7 @@ from protocol.rng import RngKey
 if TYPE_CHECKING:
     from protocol.executor import Executor, Submission
     from protocol.identity import RequestKey
-    from protocol.plan import BlockTable, Grant, Resume, Step
+    from protocol.plan import BlockTable, Fork, Grant, Resume, Step
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
 
@@ -61,11 +61,20 @@ class PlanSender:
         grants: tuple[Grant, ...] = (),
         suspends: tuple[RequestKey, ...] = (),
         resumes: tuple[Resume, ...] = (),
+        forks: tuple[Fork, ...] = (),
     ) -> Submission:
         """Send the next plan."""
         self.seq += 1
         plan = ExecutionPlan(
-            self.executor.epoch, self.seq, releases, admits, grants, steps, suspends, resumes
+            self.executor.epoch,
+            self.seq,
+            releases,
+            admits,
+            grants,
+            steps,
+            suspends,
+            resumes,
+            forks,
         )
         return self.executor.submit(plan)
 
@@ -77,6 +86,7 @@ class PlanSender:
         grants: tuple[Grant, ...] = (),
         suspends: tuple[RequestKey, ...] = (),
         resumes: tuple[Resume, ...] = (),
+        forks: tuple[Fork, ...] = (),
     ) -> PlanResult:
         """Send the next plan, collect its result and retire it."""
         submission = self.submit(
@@ -86,6 +96,7 @@ class PlanSender:
             grants=grants,
             suspends=suspends,
             resumes=resumes,
+            forks=forks,
         )
         result = submission.collect(TIMEOUT)
         submission.retire()

@@ -15,6 +15,7 @@ from protocol.plan import (
     Admission,
     CodaBatch,
     ExecutionPlan,
+    Fork,
     Grant,
     PrefillBatch,
     PreludeBatch,
@@ -79,12 +80,13 @@ resident_terms = st.builds(
     st.lists(numbers, max_size=MAX_ENDING_IDS).map(tuple),
     st.lists(counts, max_size=1).map(tuple),
 )
+rng_keys = st.builds(RngKey, st.integers(0, MAX_SEED), st.integers(0, 2**32 - 1))
 admissions = st.builds(
     Admission,
     key=request_keys,
     prompt=st.lists(numbers, min_size=1, max_size=9).map(tuple),
     tables=block_tables(),
-    rng=st.builds(RngKey, st.integers(0, MAX_SEED), st.integers(0, 2**32 - 1)),
+    rng=rng_keys,
     temperature=st.floats(0.0, 10.0),
     top_p=st.floats(0.0, 1.0),
     top_k=st.integers(-1, 2**31),
@@ -99,6 +101,10 @@ admissions = st.builds(
     resident=st.none() | resident_terms,
 )
 grants = st.builds(Grant, request_keys, block_tables())
+family = st.lists(request_keys, min_size=2, max_size=2, unique=True)
+forks = st.builds(
+    lambda keys, tables, rng: Fork(keys[0], keys[1], tables, rng), family, block_tables(), rng_keys
+)
 steps = st.one_of(
     rows(PrefillBatch, numbers, counts),
     rows(PreludeBatch, numbers, tokens),
@@ -121,6 +127,7 @@ plans = st.builds(
     steps=st.lists(steps, max_size=4).map(tuple),
     suspends=st.lists(request_keys, max_size=3).map(tuple),
     resumes=st.lists(st.builds(Resume, request_keys, block_tables()), max_size=3).map(tuple),
+    forks=st.lists(forks, max_size=3).map(tuple),
 )
 handles = st.builds(
     SnapshotHandle,

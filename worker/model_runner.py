@@ -14,7 +14,9 @@ from protocol.errors import ProtocolError
 from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.resident import ResidentBatch
 from protocol.result import FailedRow, PrefillResult, PreludeResult
+from protocol.row_progress import check_parent
 from protocol.snapshot import NO_SNAPSHOTS, SnapshotLoss
+from worker.fork import fork_row
 from worker.outcome import (
     EMPTY_RESULTS,
     PlanOutcome,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, ExecutionPlan, Resume, Step
+    from protocol.plan import Admission, ExecutionPlan, Fork, Resume, Step
     from protocol.snapshot import SnapshotRoom
     from worker.outcome import StepReader
     from worker.readback import ReadbackLease
@@ -70,6 +72,8 @@ class ModelRunner:
             self._apply(resume.key, outcome, partial(self._resume, resume, outcome))
         for admission in plan.admits:
             self._apply(admission.key, outcome, partial(self._admit, admission))
+        for fork in plan.forks:
+            self._apply(fork.key, outcome, partial(self._fork, fork))
         for grant in plan.grants:
             self._apply(grant.key, outcome, partial(slots.grant, grant))
         for step in plan.steps:
@@ -104,11 +108,17 @@ class ModelRunner:
         self._failed[loss.key] = loss.message
 
     def _admit(self, admission: Admission) -> None:
-        if admission.key in self.suspended.store:
-            raise ProtocolError(
-                f"request {admission.key} is suspended: it cannot be admitted again"
-            )
+        self._check_not_suspended(admission.key)
         self._on.slots.admit(admission)
+
+    def _fork(self, fork: Fork) -> None:
+        self._check_not_suspended(fork.key)
+        check_parent(fork, self._failed)
+        fork_row(self._on, fork)
+
+    def _check_not_suspended(self, key: RequestKey) -> None:
+        if key in self.suspended.store:
+            raise ProtocolError(f"request {key} is suspended: it cannot be admitted again")
 
     def _apply(self, key: RequestKey, outcome: PlanOutcome, action: Callable[[], None]) -> bool:
         """Whether `action` ran to its end; a failed request is reported again instead."""

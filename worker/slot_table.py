@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, BlockTable, Grant
+    from protocol.plan import Admission, BlockTable, Fork, Grant
+    from protocol.rng import RngKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,17 @@ class SlotTable:
             )
         self.place(self._new_record(admission), admission.tables)
 
+    def fork(self, fork: Fork) -> None:
+        """Give a copy of the parent's row a slot of its own, with another stream of randomness."""
+        parent = self.slot(fork.parent)
+        check_table(fork.key, fork.tables, self.planes, self._scratch)
+        record = replace(
+            self._read(parent),
+            progress=parent.progress.forked(fork, self.block_size),
+            rng_words=rng_words(fork.rng),
+        )
+        self.place(record, fork.tables)
+
     def place(self, record: RowRecord, tables: BlockTable) -> None:
         """Give a record any free slot, over these blocks. What does not fit takes no slot."""
         key = record.progress.key
@@ -128,13 +140,16 @@ class SlotTable:
 
     def record(self, key: RequestKey) -> RowRecord:
         """A copy of a request's row, on the host; its blocks are no part of it."""
-        slot = self.slot(key)
+        live = self._read(self.slot(key))
+        progress = replace(live.progress, capacity=0, tables=())
+        copies = {name: value.to("cpu", copy=True) for name, value in live.columns()}
+        return RowRecord(progress=progress, sampling=live.sampling, **copies)
+
+    def _read(self, slot: Slot) -> RowRecord:
+        """A request's row where it lies: its tensors are views of the columns."""
         length = slot.progress.prompt_length
-        return RowRecord(
-            progress=replace(slot.progress, capacity=0),
-            sampling=slot.sampling,
-            **{name: self._row(name, slot.index, length).to("cpu", copy=True) for name in COLUMNS},
-        )
+        views = {name: self._row(name, slot.index, length) for name in COLUMNS}
+        return RowRecord(progress=slot.progress, sampling=slot.sampling, **views)
 
     @property
     def row_bytes(self) -> int:
@@ -179,7 +194,7 @@ class SlotTable:
             temperature=torch.tensor(admission.temperature, dtype=torch.float32),
             top_p=torch.tensor(admission.top_p, dtype=torch.float32),
             top_k=torch.tensor(admission.top_k),
-            rng_words=torch.tensor((*admission.rng.philox_key(), admission.rng.stream)),
+            rng_words=rng_words(admission.rng),
             **adjustment_columns(admission, self.bias.shape[1]),
         )
 
@@ -193,3 +208,8 @@ class SlotTable:
         width = self.tables.shape[2]
         if start + len(tables[0]) > width:
             raise ProtocolError(f"request {key}: more than {width} blocks in a plane")
+
+
+def rng_words(rng: RngKey) -> Tensor:
+    """The row of `rng_words` of a request, on the host: key low, key high, stream."""
+    return torch.tensor((*rng.philox_key(), rng.stream))
