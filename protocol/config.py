@@ -90,7 +90,7 @@ class SchedulerSettings(Settings):
 
     `prefill_chunk_size` bounds one request's prompt tokens in a plan, `max_prefill_tokens` those
     of all requests, so that decoding rows never wait for a whole prompt. `max_waiting` bounds the
-    queue; beyond it a request is turned away.
+    queue; beyond it a request is turned away. One of several choices counts once.
 
     `policy` orders the queue: by arrival, or by `SamplingParams.priority`, lower sooner.
     `admission_scan_limit` bounds how many waiting requests are looked at for a plan, and

@@ -29,7 +29,7 @@ _ROW = 16 * _ENTRY
 """One request in every column there is: released 1, suspended 1, PREFILL 3, PRELUDE 3, RECURRENT 3,
 CODA 4, RESIDENT 1."""
 
-_FRAME = 1 + 3 * _NUMBER + 8 * _HEAD + 5 * (_NUMBER + 5 * _HEAD)
+_FRAME = 1 + 3 * _NUMBER + 9 * _HEAD + 5 * (_NUMBER + 5 * _HEAD)
 """A plan of all steps without a row: version, kind, epoch, seq, and the heads of all arrays."""
 
 
@@ -58,6 +58,14 @@ def admission_size(
     return 16 * _NUMBER + 9 * _HEAD + columns + table_size(planes, width)
 
 
+def fork_size(planes: int, width: int) -> int:
+    """Bytes that a fork adds to a plan at most, but for its keys.
+
+    Example: 4 planes of 10 blocks -> a head, 4 numbers and a table of 185: 226.
+    """
+    return _HEAD + 4 * _NUMBER + table_size(planes, width)
+
+
 def opening_size(item: Admission | Resume) -> int:
     """Bytes that an admission or a resume adds to a plan at most, but for its key."""
     planes, width = len(item.tables), len(item.tables[0])
@@ -79,8 +87,8 @@ def rows_size(slots: int, planes: int, granted: int) -> int:
     """Bytes of all else in a plan at most: keys, releases, suspends, grants and the steps' rows.
 
     Of up to `slots` requests with rows and as many that are released, with `granted` blocks a plane
-    granted to all of them together. Example: 32 slots, 4 planes, 64 blocks -> 238 + 64 * 1,043 +
-    32 * 64 + 32 * 39 + 4 * 4 * 64 = 71,310.
+    granted to all of them together. Example: 32 slots, 4 planes, 64 blocks -> 243 + 64 * 1,043 +
+    32 * 64 + 32 * 39 + 4 * 4 * 64 = 71,315.
     """
     keys = 2 * slots * _KEY
     grants = slots * (_HEAD + _NUMBER + table_size(planes, 0)) + planes * _ENTRY * granted

@@ -22,6 +22,9 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_BIASED_TOKENS = 300
 """Entries of a logit_bias, as OpenAI bounds them."""
 
+MAX_CHOICES = 128
+"""Choices of one request at most, as OpenAI bounds them."""
+
 MAX_LOGPROBS = 20
 """Alternatives that are told of a token at most; readback buffers are sized by it."""
 
@@ -44,7 +47,8 @@ class SamplingParams(BaseModel):
     output, once and once an occurrence. `logit_bias` (a mapping or pairs of token id and bias) is
     added before. What would end the request is not sampled among the first `min_tokens` outputs.
     `logprobs` asks for each token's log probability, after all of these and before temperature,
-    and for those of so many most likely tokens; it changes no token.
+    and for those of so many most likely tokens; it changes no token. `n` choices share one prompt,
+    choice i draws from stream i of the seed; each ends on its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -71,6 +75,7 @@ class SamplingParams(BaseModel):
     ] = ()
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
 
     @field_validator("logit_bias", mode="before")
     @classmethod

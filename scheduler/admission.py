@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.errors import CapacityError, RequestError
+from protocol.errors import CapacityError, ConfigError, RequestError
 from protocol.exit_rule import ending_ids
 from protocol.identity import MAX_REQUEST_ID_LENGTH
 from protocol.rng import MAX_SEED
 from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
-    from protocol.profile import ModelProfile
+    from protocol.profile import ModelProfile, WorkerProfile
     from scheduler.lane import Lane
 
 
@@ -97,7 +97,7 @@ def check_forced_depths(params: SamplingParams, model: ModelProfile) -> None:
 
 
 def check_room(
-    num_prompt: int, params: SamplingParams, model: ModelProfile, lanes: Iterable[Lane]
+    num_prompt: int, params: SamplingParams, model: ModelProfile, lanes: Collection[Lane]
 ) -> None:
     """Raise RequestError or CapacityError if the request could never run, even alone."""
     num_tokens = num_prompt + params.max_tokens - 1
@@ -107,15 +107,40 @@ def check_room(
             f"positions, {model.name} has {model.max_positions}: shorten the prompt or lower "
             f"max_tokens to at most {max(model.max_positions - num_prompt + 1, 0)}"
         )
-    if not any(could_hold(lane, num_tokens) for lane in lanes):
-        lane = max(lanes, key=lambda lane: lane.kv.total_blocks)
+    if any(could_hold(lane, num_tokens, num_prompt, params.n) for lane in lanes):
+        return
+    wide = [lane for lane in lanes if lane.num_slots >= params.n]
+    if not wide:
         raise CapacityError(
-            f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} need "
-            f"{lane.blocks_needed(num_tokens)} KV blocks, the largest worker has "
-            f"{lane.kv.total_blocks}: shorten the request or give the worker more blocks"
+            f"n {params.n} takes as many slots, the largest worker has "
+            f"{max(lane.num_slots for lane in lanes)}: ask for fewer choices or give the worker "
+            "more slots"
         )
+    lane = max(wide, key=lambda lane: lane.kv.total_blocks)
+    choices = f", each of {params.n} choices," if params.n > 1 else ""
+    raise CapacityError(
+        f"{num_prompt} prompt tokens and max_tokens {params.max_tokens}{choices} need "
+        f"{lane.blocks_needed(num_tokens, num_prompt, params.n)} KV blocks, the largest worker has "
+        f"{lane.kv.total_blocks}: shorten the request or give the worker more blocks"
+    )
 
 
-def could_hold(lane: Lane, num_tokens: int) -> bool:
-    """Whether the lane, were it empty, had blocks for `num_tokens` tokens."""
-    return lane.blocks_needed(num_tokens) <= lane.kv.total_blocks
+def could_hold(lane: Lane, num_tokens: int, num_prompt: int, choices: int) -> bool:
+    """Whether the lane, were it empty, had slots and blocks for so many choices of a prompt."""
+    needed = lane.blocks_needed(num_tokens, num_prompt, choices)
+    return choices <= lane.num_slots and needed <= lane.kv.total_blocks
+
+
+def check_profile(lane: str, profile: WorkerProfile, others: Iterable[Lane]) -> None:
+    """Raise ConfigError for a lane of another model or KV layout than the others."""
+    for other in others:
+        if other.profile.model.fingerprint != profile.model.fingerprint:
+            raise ConfigError(
+                f"lane {lane} serves model {profile.model.fingerprint}, lane {other.name} "
+                f"{other.profile.model.fingerprint}: give every worker the same model"
+            )
+        if other.profile.layout is not profile.layout:
+            raise ConfigError(
+                f"lane {lane} keeps KV in the layout {profile.layout.value}, lane {other.name} "
+                f"in {other.profile.layout.value}: give every worker the same"
+            )

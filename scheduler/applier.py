@@ -55,7 +55,8 @@ class ResultApplier:
         self._totals = totals
         self._check = AnswerCheck(requests, model)
         self._starts: dict[RequestKey, int] = {}
-        self._moved = {*plan.suspends, *(resume.key for resume in plan.resumes)}
+        forked = (fork.key for fork in plan.forks)
+        self._moved = {*plan.suspends, *(resume.key for resume in plan.resumes), *forked}
 
     def run(self, result: PlanResult) -> list[RequestOutput]:
         """Apply every row, in the plan's order; the new tokens and ends of each request."""
@@ -177,8 +178,9 @@ class ResultApplier:
     def _fail(self, key: RequestKey, message: str) -> None:
         request = self._requests.get(key)
         if request is not None and request.is_live:
-            self._starts.setdefault(key, len(request.tokens))
-            request.end(Event.FAIL, FinishReason.ERROR, message)
+            for choice in request.together:
+                self._starts.setdefault(choice.key, len(choice.tokens))
+                choice.end(Event.FAIL, FinishReason.ERROR, message)
 
 
 def _hear(request: Request, signal: tuple[int, int, float]) -> None:

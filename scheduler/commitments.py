@@ -42,10 +42,12 @@ class Commitments:
     def takes_loosely(self, request: Request, leaving: Collection[Request] = ()) -> bool:
         """Whether a placement would promise no more than the prompt, were `leaving` gone.
 
+        Never for one that others fork from.
+
         Example: 32 blocks, firm requests of 8 and 12: one of 12 blocks may be loose if there is
         room for its snapshot, one of 16 may not.
         """
-        if not self._overcommits or request.state is State.SUSPENDED:
+        if not self._overcommits or request.state is State.SUSPENDED or request.unforked:
             return False
         taken = sum(self._suspended.takes(gone) for gone in leaving if gone.is_live)
         if self._suspended.size_at_most(request) + taken > self._suspended.free_bytes:
@@ -60,7 +62,8 @@ class Commitments:
         keys = {gone.key for gone in leaving}
         staying = (other for key, other in self.loose.items() if key not in keys)
         largest = max(map(self._blocks, staying), default=0)
-        firm = self._blocks(request) + self._firm_without(leaving)
+        # Choices share their prompt's blocks for as long as one of them holds it, counted to each.
+        firm = len(request.together) * self._blocks(request) + self._firm_without(leaving)
         return not largest or firm + largest <= self._kv.total_blocks
 
     def wanted(self, leaving: Collection[Request] = ()) -> int:

@@ -19,6 +19,7 @@ from protocol.exit_rule import FinishReason
 from protocol.identity import RequestKey
 from scheduler.admission import (
     check_params,
+    check_profile,
     check_request_id,
     check_room,
     check_tenant,
@@ -26,13 +27,13 @@ from scheduler.admission import (
     could_hold,
 )
 from scheduler.applier import ResultApplier
+from scheduler.choices import create_choices
 from scheduler.lane import Lane
 from scheduler.output import end_of
 from scheduler.placement import LoadLedger, placement_policy, with_affinity
 from scheduler.preemption import Preemption
 from scheduler.pressure import left_out
 from scheduler.queues import WaitingQueue
-from scheduler.request import Request
 from scheduler.rng_registry import RngRegistry
 from scheduler.states import Event, State
 from scheduler.stats import EngineStats, Totals
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from protocol.result import PlanResult
     from protocol.sampling import SamplingParams
     from scheduler.output import RequestOutput
+    from scheduler.request import Request
 
 
 class Engine:
@@ -58,7 +60,7 @@ class Engine:
         self._settings = settings
         self._lanes: dict[str, Lane] = {}
         self._epochs: dict[str, int] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, tuple[Request, ...]] = {}
         self._waiting = WaitingQueue(settings)
         self._rng = RngRegistry()
         self._ledger = LoadLedger()
@@ -89,17 +91,7 @@ class Engine:
             raise ConfigError(f"lane {lane} is open already: close it first")
         if epoch <= self._epochs.get(lane, 0):
             raise ConfigError(f"lane {lane}: epoch {epoch} is not after {self._epochs[lane]}")
-        for other in self._lanes.values():
-            if other.profile.model.fingerprint != profile.model.fingerprint:
-                raise ConfigError(
-                    f"lane {lane} serves model {profile.model.fingerprint}, lane {other.name} "
-                    f"{other.profile.model.fingerprint}: give every worker the same model"
-                )
-            if other.profile.layout is not profile.layout:
-                raise ConfigError(
-                    f"lane {lane} keeps KV in the layout {profile.layout.value}, lane {other.name} "
-                    f"in {other.profile.layout.value}: give every worker the same"
-                )
+        check_profile(lane, profile, self._lanes.values())
         self._lanes[lane] = Lane(lane, epoch, profile, self._settings)
         self._epochs[lane] = epoch
 
@@ -127,9 +119,10 @@ class Engine:
             if not self._could_run(request):
                 self._waiting.remove(request)
                 no_lane = f"{message}; no worker is left that could run this request"
-                request.end(Event.LOST, FinishReason.ERROR, no_lane)
-                self._forget(request)
-                ended.append(request)
+                for choice in request.together:
+                    choice.end(Event.LOST, FinishReason.ERROR, no_lane)
+                    self._forget(choice)
+                    ended.append(choice)
         return self._emit([end_of(request) for request in ended], closed.profile.model)
 
     def add(
@@ -141,7 +134,9 @@ class Engine:
         *,
         tenant: str = "",
     ) -> RequestKey:
-        """Queue a request; the key names this life of its id.
+        """Queue a request; the key names this life of its id, in its choice 0.
+
+        Its other choices have the generations that follow, and are placed with it.
 
         Prompts of one `tenant` share what they start with; of others nothing can be told.
         Raises RequestError for a request that is wrong in itself, CapacityError for one that no
@@ -162,40 +157,41 @@ class Engine:
             raise OverloadedError(
                 f"{len(self._waiting)} requests are waiting, which is max_waiting: try again later"
             )
-        self._generation += 1
-        key = RequestKey(request_id, self._generation)
-        request = Request.create(key, tokens, params, model, self._settings.exit_policy, tenant)
+        key = RequestKey(request_id, self._generation + 1)
+        policy = self._settings.exit_policy
+        choices = create_choices(key, tokens, params, model, policy, tenant)
+        self._generation += params.n
         self._rng.acquire(request_id, seed)
-        self._requests[request_id] = request
-        self._waiting.add(request)
+        self._requests[request_id] = choices
+        self._waiting.add(choices[0])
         return key
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """Give a request up, wherever it stands; an unknown or ended one is none.
+        """Give all choices of a request up, wherever they stand; unknown or ended ones are none.
 
-        What its worker holds comes back once the plan that carries its release is answered.
+        What a worker holds comes back once the plan that carries its release is answered.
         """
-        request = self._requests.get(request_id)
-        if request is None or not request.is_live:
-            return []
-        if request.state in (State.WAITING, State.SUSPENDED):
-            self._waiting.remove(request)
-        request.end(Event.ABORT, FinishReason.ABORT)
-        if request.lane is None:
-            self._forget(request)
-        else:
-            self._give_up(request, self._lanes[request.lane])
-        return self._emit([end_of(request)], self._model())
+        live = [choice for choice in self._requests.get(request_id, ()) if choice.is_live]
+        for request in live:
+            if request.state in (State.WAITING, State.SUSPENDED) and request.parent is None:
+                self._waiting.remove(request)
+            request.end(Event.ABORT, FinishReason.ABORT)
+            if request.lane is None:
+                self._forget(request)
+            else:
+                self._give_up(request, self._lanes[request.lane])
+        return self._emit([end_of(request) for request in live], self._model()) if live else []
 
-    def finish(self, request_id: str, at_output_index: int) -> list[RequestOutput]:
-        """End a request with STOP after one of its outputs, and drop those sampled since.
+    def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> list[RequestOutput]:
+        """End a choice with STOP after one of its outputs, and drop those sampled since.
 
-        For an end that only the text tells. A request that is unknown, has ended or has no such
+        For an end that only the text tells. A choice that is unknown, has ended or has no such
         output is none. What its worker holds comes back as after an abort.
         """
-        request = self._requests.get(request_id)
-        if request is None or not request.is_live:
+        choices = self._requests.get(request_id, ())
+        if not 0 <= choice < len(choices) or not choices[choice].is_live:
             return []
+        request = choices[choice]
         if request.lane is None or not 0 <= at_output_index < len(request.tokens):
             return []
         if request.state is State.SUSPENDED:
@@ -230,10 +226,10 @@ class Engine:
         model = source.profile.model
         outputs = ResultApplier(source.requests, plan, model, self._totals).run(result)
         self._ledger.forget(lane)
+        source.cache_prompts(plan, result, outputs)
         for output in outputs:
             if output.finish_reason is not None:
-                source.kv.forgo(output.key)
-        source.cache_prompts(plan, result, outputs)
+                self._give_up(source.requests[output.key], source)
         for request in source.take_suspended(plan):
             self._waiting.add(request)
             self._totals.pressure_preemptions += request.pressed
@@ -251,7 +247,7 @@ class Engine:
         """The engine and its lanes now, and all totals."""
         lanes = tuple(lane.stats(self._ledger.load(lane)) for lane in self._lanes.values())
         return EngineStats(
-            waiting=len(self._waiting),
+            waiting=sum(len(request.together) for request in self._waiting),
             running=sum(lane.running for lane in lanes),
             releasing=sum(lane.releasing for lane in lanes),
             free_blocks=sum(lane.kv.free_blocks for lane in lanes),
@@ -301,7 +297,8 @@ class Engine:
         else:
             window = self._settings.affinity_window
             lane = self._placement.choose(with_affinity(rooms, self._ledger, window))
-            lane.admit(request, self._rng.key(request.key.request_id))
+            request_id = request.key.request_id
+            lane.admit(request, *(self._rng.key(request_id, c.choice) for c in request.together))
             self._totals.prefix_queries += lane.caches_prompts
             self._totals.prefix_hit_tokens += request.prefilled
         self._ledger.place(request, lane.name)
@@ -313,8 +310,8 @@ class Engine:
             self._ledger.forget(lane.name)
 
     def _could_run(self, request: Request) -> bool:
-        lanes = self._lanes.values()
-        return any(could_hold(lane, request.capacity_tokens) for lane in lanes)
+        needed = request.capacity_tokens, len(request.prompt), len(request.together)
+        return any(could_hold(lane, *needed) for lane in self._lanes.values())
 
     def _give_up(self, request: Request, lane: Lane) -> None:
         """A placed request has no use any more: release it now if its worker never heard of it."""
@@ -325,9 +322,12 @@ class Engine:
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        del self._requests[request.key.request_id]
-        self._rng.drop(request.key.request_id)
+        """A request holds nothing any more; its id is free once that is so of all its choices."""
         self._preemption.drop(request.key)
+        request_id = request.key.request_id
+        if all(choice.state is State.FINISHED for choice in self._requests[request_id]):
+            del self._requests[request_id]
+            self._rng.drop(request_id)
 
     def _emit(self, outputs: list[RequestOutput], model: ModelProfile) -> list[RequestOutput]:
         self._totals.count(outputs, model.max_loops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from protocol.errors import OverloadedError
@@ -23,23 +24,24 @@ class KVCost:
     """What a number of tokens costs: `blocks_per_plane` blocks in each of `planes` planes.
 
     The first `cached` of them are in the prefix cache, under the first of `digests`, which are
-    those of the whole prompt.
+    those of the whole prompt. `others` blocks go to choices that fork from it.
     """
 
     planes: int
     blocks_per_plane: int
     cached: int = 0
     digests: tuple[bytes, ...] = ()
+    others: int = 0
 
     @property
     def blocks(self) -> int:
-        """Blocks over all planes."""
+        """Blocks over all planes, but for those of others."""
         return self.planes * self.blocks_per_plane
 
     @property
     def new_blocks(self) -> int:
-        """Blocks over all planes that are not cached."""
-        return self.planes * (self.blocks_per_plane - self.cached)
+        """Blocks over all planes that are not cached, for all of them."""
+        return self.planes * (self.blocks_per_plane - self.cached) + self.others
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,10 @@ class _Holding:
 class KVManager:
     """Block tables of one lane's requests. Owner: Lane.
 
-    Mutated only by: commit, grow, forgo, publish, distrust and release. What a request was sure to
-    get when it was placed is either in its table or promised to it; there are never fewer free
-    blocks than promised ones. Beyond that it may grow while others are free. Full-depth prompt
-    blocks are shared once they are complete, and nobody writes to them again.
+    Mutated only by: commit, reserve, fork, grow, forgo, publish, distrust and release. What a
+    request was sure to get when it was placed is either in its table or promised to it; there are
+    never fewer free blocks than promised ones. Beyond that it may grow while others are free.
+    Full-depth prompt blocks are shared once they are complete, and nobody writes to them again.
     """
 
     def __init__(self, profile: WorkerProfile) -> None:
@@ -114,13 +116,23 @@ class KVManager:
         """Free blocks that nobody is promised."""
         return self.free_blocks - self._promised
 
-    def cost(self, num_tokens: int, digests: tuple[bytes, ...] = ()) -> KVCost:
+    def cost(self, num_tokens: int, digests: tuple[bytes, ...] = (), others: int = 0) -> KVCost:
         """What `num_tokens` tokens would cost, whose prompt has `digests`; changes nothing.
+
+        `others` blocks go to choices that fork from it.
 
         Example: 17 tokens, block size 16, 4 planes -> 2 blocks a plane, 8 in all.
         """
         blocks_per_plane = -(-num_tokens // self._block_size)
-        return KVCost(self._planes, blocks_per_plane, self._cache.match(digests), digests)
+        return KVCost(self._planes, blocks_per_plane, self._cache.match(digests), digests, others)
+
+    def own_blocks(self, num_tokens: int, num_prompt: int) -> int:
+        """Blocks, over all planes, of a choice that shares the complete blocks of its prompt.
+
+        Example: 10 of 13 tokens are prompt, block size 4, 4 planes -> (4 - 2) * 4 = 8 blocks.
+        """
+        width = -(-num_tokens // self._block_size) - num_prompt // self._block_size
+        return self._planes * width
 
     def fits(self, cost: KVCost, headroom: int = 0, leaving: Collection[RequestKey] = ()) -> bool:
         """Whether commit would succeed, were `leaving` gone, and leave `headroom` blocks free.
@@ -154,7 +166,7 @@ class KVManager:
             raise ValueError(f"cached blocks of {key} are gone: ask for the cost again")
         if not self.fits(cost):
             raise OverloadedError(
-                f"request {key}: {cost.blocks} blocks needed, {self.free_blocks} of "
+                f"request {key}: {cost.blocks + cost.others} blocks needed, {self.free_blocks} of "
                 f"{self.total_blocks} free and {self._promised} of them promised: "
                 "wait until requests end"
             )
@@ -187,6 +199,28 @@ class KVManager:
         lack = self.lack(key, num_tokens) - max(self.unpromised_blocks - kept, 0)
         columns = -(-max(lack, 0) // self._planes)
         return min(num_tokens, (-(-num_tokens // self._block_size) - columns) * self._block_size)
+
+    def reserve(self, key: RequestKey, blocks: int) -> None:
+        """Promise blocks to a choice without a table; `others` of a commit has left them free."""
+        self._held[key] = _Holding(((),) * self._planes, (), 0)
+        self._promises[key] = blocks
+        self._promised += blocks
+
+    def fork(
+        self, key: RequestKey, parent: RequestKey, num_prompt: int, num_tokens: int
+    ) -> BlockTable:
+        """The table of a choice for `num_tokens` tokens, which holds the parent's prompt.
+
+        The complete blocks of its prompt are the parent's, and held by one more; the others come
+        out of what is promised.
+        """
+        held, source = self._held[key], self._held[parent]
+        shared = num_prompt // self._block_size
+        held.table = tuple(plane[:shared] for plane in source.table)
+        held.digests = source.digests
+        self._pool.share(block for plane in held.table for block in plane)
+        self.grow(key, num_tokens)
+        return held.table
 
     def grow(self, key: RequestKey, num_tokens: int) -> BlockTable | None:
         """Blocks for `num_tokens` tokens, first of those that are promised to `key`.
@@ -248,7 +282,7 @@ class KVManager:
         Its KV may be what it failed of, and every later request would read the same bytes again.
         """
         held = self._held[key]
-        if held.published:
+        if self._num_cached(held):
             for blocks in self._cache.drop(held.digests[0]):
                 self._pool.free(blocks)
 
@@ -257,10 +291,9 @@ class KVManager:
         self.forgo(key)
         held = self._held.pop(key)
         self._pool.free(block for plane in held.table for block in plane)
-        for digest in reversed(held.digests[: held.published]):
-            blocks = self._cache.blocks(digest)
-            if blocks is not None and self._pool.references(blocks[0]) == 1:
-                self._cache.rest(digest)
+        for index in reversed(range(self._num_cached(held))):
+            if self._pool.references(held.table[0][index]) == 1:
+                self._cache.rest(held.digests[index])
 
     def stats(self) -> KVStats:
         """Blocks and tables now."""
@@ -289,6 +322,12 @@ class KVManager:
             # The cache's own reference is nobody's.
             holders.update(block for block in blocks if block in holders)
         return {block for block, n in holders.items() if self._pool.references(block) == n}
+
+    def _num_cached(self, held: _Holding) -> int:
+        """How many columns of a table are in the cache; a choice's were published by another."""
+        columns = zip(held.digests, zip(*held.table, strict=True), strict=False)
+        entries = takewhile(lambda entry: self._cache.blocks(entry[0]) == entry[1], columns)
+        return sum(1 for _ in entries)
 
     def _may_publish(self, held: _Holding) -> bool:
         index = held.published

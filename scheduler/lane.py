@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.exit_rule import FinishReason
-from protocol.plan import Admission, ExecutionPlan, PrefillBatch
+from protocol.plan import ExecutionPlan, PrefillBatch
 from protocol.plan_size import PLAN_LIMIT
 from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
+from scheduler.choices import UnsentForks
 from scheduler.commitments import Commitments
 from scheduler.growth import grants_for
 from scheduler.kv_manager import KVManager
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from protocol.config import SchedulerSettings
     from protocol.identity import RequestKey
-    from protocol.plan import Resume
+    from protocol.plan import Admission, Resume
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
@@ -69,11 +70,12 @@ class Lane:
         self.limits = StepLimits.of(settings, profile)
         # A decode step has a row for every slot, so slots beyond the largest step are not used.
         slots = settings.max_running or profile.num_slots
-        self._num_slots = min(profile.num_slots, self.limits.max_tokens, slots)
-        self._room = PlanRoom.of(profile, self.limits, self._num_slots, plan_limit)
+        self.num_slots = min(profile.num_slots, self.limits.max_tokens, slots)
+        self._room = PlanRoom.of(profile, self.limits, self.num_slots, plan_limit)
         self._grows = settings.reservation != "full"
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
+        self._forks = UnsentForks(self.kv, grows=self._grows)
         self._in_flight: deque[tuple[ExecutionPlan, float]] = deque()
         self._seq = 0
 
@@ -117,28 +119,31 @@ class Lane:
         """Suspended requests that may still go on."""
         return sum(request.is_live for request in self.suspended.requests.values())
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks, over all planes, of a request of `num_tokens` tokens."""
-        return self.kv.cost(num_tokens).blocks
+    def blocks_needed(self, num_tokens: int, num_prompt: int = 0, choices: int = 1) -> int:
+        """Blocks, over all planes, of a request of `num_tokens` tokens, with all its choices."""
+        others = (choices - 1) * self.kv.own_blocks(num_tokens, num_prompt)
+        return self.kv.cost(num_tokens).blocks + others
 
     @property
     def has_slot(self) -> bool:
         """Whether one more request could be on the lane, had it the blocks."""
-        return len(self.requests) < self._num_slots
+        return len(self.requests) < self.num_slots
 
     def cost(self, request: Request, *, loose: bool) -> KVCost:
         """What the request would be sure to get here, and how much of its prompt is cached.
 
         That is its prompt's blocks alone if it is loose. A suspended one has its prompt's KV in its
-        snapshot, and shares no block.
+        snapshot, and shares no block. Choices that wait for its prompt are part of the cost.
         """
         cached = self.caches_prompts and request.state is not State.SUSPENDED
         profile = self.profile
         digests = request.digests.of(profile.block_size, profile.layout) if cached else ()
-        return self.kv.cost(len(request.prompt) if loose else request.capacity_tokens, digests)
+        tokens = len(request.prompt) if loose else request.capacity_tokens
+        own = self.kv.own_blocks(request.capacity_tokens, len(request.prompt))
+        return self.kv.cost(tokens, digests, len(request.unforked) * own)
 
     def room_for(self, request: Request) -> KVCost | None:
-        """Its cost, if a slot, and the blocks beside the watermark, are free now.
+        """Its cost, if its slots, and the blocks beside the watermark, are free now.
 
         An idle lane has no watermark, so that its largest request can start at all. Blocks that
         those on the lane are about to need count as taken.
@@ -148,7 +153,7 @@ class Lane:
     def room_without(self, request: Request, leaving: Collection[Request]) -> KVCost | None:
         """The same, were those of its requests gone; what it would cost then is no more."""
         staying = len(self.requests) - len(leaving)
-        if staying >= self._num_slots:
+        if staying + len(request.together) > self.num_slots:
             return None
         keys = [gone.key for gone in leaving]
         loose = self.commitments.takes_loosely(request, leaving)
@@ -160,8 +165,10 @@ class Lane:
             fits = self.kv.fits(cost, self.commitments.wanted(leaving), keys)
         return cost if fits else None
 
-    def admit(self, request: Request, rng: RngKey) -> None:
+    def admit(self, request: Request, rng: RngKey, *others: RngKey) -> None:
         """Reserve a slot and all blocks; the plan of its first chunk carries the admission.
+
+        The choices that wait for its prompt are placed with it; they draw from `others`.
 
         Its prefill starts where its cached prefix ends. Under incremental reservation the blocks
         beyond the first chunk are only promised, and of a loose request those beyond its prompt not
@@ -177,17 +184,23 @@ class Lane:
         terms = resident_terms(request, self.profile, self._settings)
         request.place(self.name, prefilled, terms)
         self.requests[request.key] = request
-        self.commitments.add(request, loose=loose)
-        eos_ids = self.profile.model.eos_ids
+        eos_ids = profile.model.eos_ids
         self._admissions[request.key] = admission_of(request, tables, rng, eos_ids, terms)
+        for choice, stream in zip(request.unforked, others, strict=True):
+            self._forks.hold(choice, stream, request)
+            choice.place(self.name, resident=terms)
+            self.requests[choice.key] = choice
+        for choice in request.together:
+            self.commitments.add(choice, loose=loose)
 
     def can_suspend(self, request: Request) -> bool:
         """Whether the worker holds a live request that it could keep a snapshot of.
 
-        One whose last output is on its way leaves by itself.
+        One whose last output is on its way leaves by itself, and one from which others fork stays.
         """
         return (
             request.state in (State.PREFILL, State.DECODING)
+            and not request.unforked
             and request.output_index < request.params.max_tokens
             and not self.holds_unsent(request)
             and not self.suspended.is_waking(request.key)
@@ -231,12 +244,13 @@ class Lane:
 
     def holds_unsent(self, request: Request) -> bool:
         """Whether the worker has never heard of the request."""
-        return request.key in self._admissions
+        return request.key in self._admissions or request.key in self._forks
 
     def release(self, request: Request) -> None:
         """Take back whatever an ended request has, slot and blocks or a snapshot."""
         request.close(Event.RELEASED)
         self._admissions.pop(request.key, None)
+        self._forks.forget(request.key)
         self.suspended.forget(request.key)
         self.commitments.drop(request.key)
         if self.requests.pop(request.key, None) is not None:
@@ -263,9 +277,10 @@ class Lane:
         for plan, _ in self._in_flight:
             releases = [key for key in releases if key not in plan.releases]
             suspends = [key for key in suspends if key not in plan.suspends]
-        releases = releases[: self._num_slots]  # which is what a frame surely has room for
+        releases = releases[: self.num_slots]  # which is what a frame surely has room for
+        forks = self._forks.send(requests, self._room.bytes)
         if self._admissions or self.suspended:
-            requests = self._room.select(requests, self._opening)
+            requests = self._room.select(requests, self._opening, forks)
         steps = plan_steps(requests, self.limits, yields=yields)
         if not (releases or suspends or steps):
             return None
@@ -285,6 +300,7 @@ class Lane:
             steps=steps,
             suspends=tuple(suspends),
             resumes=self.suspended.send(key for step in steps for key in step.keys),
+            forks=forks,
         )
         self._in_flight.append((plan, now))
         return plan
@@ -328,7 +344,7 @@ class Lane:
             epoch=self.epoch,
             running=running,
             releasing=held - running - self.num_suspended,
-            free_slots=self._num_slots - len(self.requests),
+            free_slots=self.num_slots - len(self.requests),
             kv=self.kv.stats(),
             load=load,
             plans=self._seq,

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request, in order, or its end, or both.
+    """New tokens of one choice of a request, in order, or its end, or both.
 
     `start_index` is the output index of `tokens[0]`; `exit_depths` has one 1-based entry a token.
-    The outputs of a request follow each other without a gap, and exactly one of them, the last,
-    has a `finish_reason`. Only the end of a request that was told to finish may start before the
+    The outputs of a choice follow each other without a gap, and exactly one of them, the last,
+    has a `finish_reason`. Only the end of one that was told to finish may start before the
     end of the ones before it: what they held from its `start_index` on is not part of the answer.
     `error` is set if and only if that is ERROR; `worker_lost` says that the
     request itself was fine and its worker went away, so that the same request may work again.
-    `logprobs` has one entry a token, or none at all for a request that did not ask.
+    `logprobs` has one entry a token, or none at all for a request that did not ask. `choice` is the
+    index of the choice, and `key` its own: choices of one request differ in their generation.
     """
 
     key: RequestKey
@@ -35,6 +36,7 @@ class RequestOutput:
     error: str | None
     worker_lost: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
 
     def raise_error(self) -> None:
         """Raise `error`, if there is one: WorkerLostError, else LoopmeshError."""
@@ -54,6 +56,7 @@ def output_since(request: Request, start_index: int) -> RequestOutput:
         error=request.error,
         worker_lost=request.worker_lost,
         logprobs=tuple(request.logprobs[start_index:]),
+        choice=request.choice,
     )
 
 

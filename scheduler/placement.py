@@ -59,9 +59,9 @@ class LoadLedger:
         return self._loads[lane.name]
 
     def place(self, request: Request, lane: str) -> None:
-        """A lane has taken a request."""
+        """A lane has taken a request, and the choices that wait for its prompt."""
         if lane in self._loads:
-            self._loads[lane] += loop_debt(request)
+            self._loads[lane] += sum(map(loop_debt, request.together))
 
     def forget(self, lane: str) -> None:
         """A lane's requests have got on or ended, or the lane was closed: sum anew."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import ConfigError
 from protocol.executor import MAX_PLANS_IN_FLIGHT
-from protocol.plan_size import PLAN_LIMIT, admission_size, opening_size, rows_size
+from protocol.plan_size import PLAN_LIMIT, admission_size, fork_size, opening_size, rows_size
 from protocol.resident import MAX_ENDING_IDS
 from protocol.sampling import MAX_BIASED_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from protocol.plan import Admission, Resume
+    from protocol.plan import Admission, Fork, Resume
     from protocol.profile import WorkerProfile
     from scheduler.planner import StepLimits
     from scheduler.request import Request
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanRoom:
-    """Bytes that the admissions and resumes of one plan may take together.
+    """Bytes that the admissions, resumes and forks of one plan may take together.
 
     That is what is left of the limit once every slot may have a row in every step, a grant and a
     key of full length. The largest request that the lane could hold fits, so each has its turn.
@@ -61,14 +61,18 @@ class PlanRoom:
         return room
 
     def select(
-        self, requests: Iterable[Request], opening: Callable[[Request], Admission | Resume | None]
+        self,
+        requests: Iterable[Request],
+        opening: Callable[[Request], Admission | Resume | None],
+        forks: Iterable[Fork] = (),
     ) -> list[Request]:
         """The requests that the next plan may have rows of, in their order.
 
-        `opening` is what must be sent with a request's first row. Once one does not fit, it and all
-        behind it that have any wait for the plan after.
+        `opening` is what must be sent with a request's first row, beside the `forks`. Once one does
+        not fit, it and all behind it that have any wait for the plan after.
         """
         left = self.bytes
+        left -= sum(fork_size(len(fork.tables), len(fork.tables[0])) for fork in forks)
         selected = []
         for request in requests:
             item = opening(request)

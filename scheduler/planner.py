@@ -102,9 +102,9 @@ def _rows(
         if stage is _RECURRENT:
             core.append(request)
         elif stage is _CODA:
-            if not request.sampling:
+            if not (request.sampling or request.unforked):
                 exited.append(request)
-        elif request.state is _PREFILL:
+        elif request.state is _PREFILL and request.parent is None:
             prompts.append(request)
     if exited and core and (not limits.refill or len(exited) < limits.min_coda_batch):
         # The core goes on without them; it empties within a token's loops, so they wait no longer.
@@ -145,7 +145,9 @@ def _resident(
     requests: Sequence[Request], max_ticks: int, yields: bool
 ) -> tuple[ResidentBatch, ...]:
     """One batch of the resident rows, or none; also those whose prompt this plan completes."""
-    rows = [r for r in requests if r.stage is _RESIDENT and not r.ends_in_flight]
+    # One whose other choices are not forked yet may not sample before them.
+    resident = (r for r in requests if r.stage is _RESIDENT and not r.unforked)
+    rows = [request for request in resident if not request.ends_in_flight]
     if not rows:
         return ()
     # Whoever is planned loop by loop, or chunk by chunk, gets on by one step a plan.

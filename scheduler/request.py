@@ -47,6 +47,10 @@ class Request:
     past this one while it waited; `later_loops` sums the exit depths of all outputs but the first.
     Where depths are forced, `forced_loops[i]` sums those of output i and all that follow it.
     `pressed` says that its last suspend was for want of blocks.
+
+    `choice` is its index among the choices of one public request. Choice 0 runs the prompt of all:
+    until their forks are planned it has the others in `unforked`, and is their `parent`. They wait,
+    are placed and fall together.
     """
 
     key: RequestKey
@@ -78,6 +82,9 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     forced_loops: tuple[int, ...] | None = None
     pressed: bool = False
+    choice: int = 0
+    parent: Request | None = None
+    unforked: tuple[Request, ...] = ()
 
     @classmethod
     def create(
@@ -118,6 +125,16 @@ class Request:
     def is_live(self) -> bool:
         """Whether more outputs may come of it."""
         return self.state in _LIVE
+
+    @property
+    def together(self) -> tuple[Request, ...]:
+        """It and the choices that share its fate until they are forked from it."""
+        return (self, *self.unforked)
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the next plan can fork its other choices."""
+        return bool(self.unforked) and self.stage in (_CODA, Stage.RESIDENT)
 
     @property
     def position(self) -> int:
@@ -220,6 +237,13 @@ class Request:
             self.stage = Stage.RESIDENT if self.resident else _CODA
             self.loops_done = self.full_depth
         self.prefilled = end
+
+    def fork(self, count: int) -> None:
+        """The first of its other choices start here: its prompt is planned, and no output of it."""
+        for other in self.unforked[:count]:
+            other.parent = None
+            other.prefill_to(len(self.prompt))
+        self.unforked = self.unforked[count:]
 
     def sample(self) -> None:
         """The token in work gives its output; unless that is the last one, `embed` follows."""

@@ -7,10 +7,11 @@ from protocol.rng import RngKey
 
 
 class RngRegistry:
-    """One RngKey a public request id. Owner: Engine. Mutated only by: acquire and drop.
+    """One seed a public request id. Owner: Engine. Mutated only by: acquire and drop.
 
-    The key belongs to the public id and not to a place on a worker: what a request draws depends
-    on its seed and the index of the draw alone. It is dropped with the request's last release.
+    The seed belongs to the public id and not to a place on a worker: what a choice draws depends
+    on the seed, its index as the stream, and the index of the draw alone. It is dropped with the
+    last release of the request's choices.
     """
 
     def __init__(self) -> None:
@@ -30,9 +31,9 @@ class RngRegistry:
         self._keys[request_id] = key
         return key
 
-    def key(self, request_id: str) -> RngKey:
-        """The key that the request holds."""
-        return self._keys[request_id]
+    def key(self, request_id: str, choice: int = 0) -> RngKey:
+        """The key of one choice of a request that holds a seed."""
+        return RngKey(self._keys[request_id].seed, choice)
 
     def drop(self, request_id: str) -> None:
         """Forget the key of a request that is released."""

@@ -74,7 +74,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         "min_tokens": 3,
         "logprobs": 5,
     }
-    assert set(wish) == set(SamplingParams.model_fields)
+    assert {*wish, "n"} == set(SamplingParams.model_fields)  # n is refused as yet
     same = wish | {"logit_bias": {7: -100.0, 9: 0.5}}
     assert parse(**wish).to_sampling_params() == SamplingParams.model_validate(same)
 

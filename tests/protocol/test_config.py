@@ -103,6 +103,9 @@ def test_a_number_is_a_number_of_its_kind(settings: type[BaseModel], name: str, 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"n": 0}, "n\n.*greater than or equal to 1"),
+        ({"n": 129}, "n\n.*less than or equal to 128"),
+        ({"n": True}, "n\n.*valid integer"),
         ({"max_tokens": 0}, "max_tokens\n.*greater than or equal to 1"),
         ({"max_tokens": True}, "max_tokens\n.*valid integer"),
         ({"max_tokens": 1.0}, "max_tokens\n.*valid integer"),

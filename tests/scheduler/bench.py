@@ -192,8 +192,9 @@ class Bench:
 
 
 def trace(plan: ExecutionPlan) -> str:
-    """A plan as text: `-id` release, `~id` suspend, `^id` resume, `+id` admission, then the steps.
+    """A plan as text, in the order in which it is applied.
 
+    `-id` release, `~id` suspend, `^id` resume, `+id` admission, `*id2` fork of choice 2, then
     PREFILL a[0:4), PRELUDE a@5, LOOP a@5d0 (0-based depth), CODA a@5x2#1 (exit depth, output),
     TICKS a b x16 (ticks at most).
     """
@@ -201,6 +202,7 @@ def trace(plan: ExecutionPlan) -> str:
     parts += [f"~{key.request_id}" for key in plan.suspends]
     parts += [f"^{item.key.request_id}" for item in plan.resumes]
     parts += [f"+{item.key.request_id}" for item in plan.admits]
+    parts += [f"*{item.key.request_id}{item.rng.stream}" for item in plan.forks]
     return " | ".join(parts + [_step(step) for step in plan.steps])
 
 

@@ -7,22 +7,38 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from protocol.exit_rule import FinishReason, exits, round_to_float32, survival_bound
+from protocol.identity import RequestKey
 from protocol.plan import CodaBatch, PrefillBatch, RecurrentBatch
 from protocol.result import ResidentResult
+from protocol.rng import RngKey
 from protocol.scripted_executor import scripted_hazard, scripted_token
 from tests.scheduler.bench import make_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from protocol.identity import RequestKey
-    from protocol.plan import Admission, ExecutionPlan, Resume
+    from protocol.plan import Admission, ExecutionPlan, Fork, Resume
     from protocol.result import PlanResult
     from protocol.sampling import SamplingParams
     from scheduler.output import RequestOutput
 
 MODEL = make_model()
-TOKEN = scripted_token(MODEL)
+_TOKEN = scripted_token(MODEL)
+
+
+def speaker(key: RequestKey) -> RequestKey:
+    """Whose script a request follows: choices of one request do not say the same."""
+    return RequestKey(f"{key.request_id}{key.generation % 3}", 1)
+
+
+def token(key: RequestKey, output_index: int) -> int:
+    """The sampled token of an output."""
+    return _TOKEN(speaker(key), output_index)
+
+
+def hazard(key: RequestKey, position: int, depth: int) -> float:
+    """The gate after the loop at a 0-based depth."""
+    return scripted_hazard(speaker(key), position, depth)
 
 
 @dataclass(slots=True)
@@ -36,14 +52,21 @@ class Life:
     delayed: bool = False
     count: int = 0
     reason: FinishReason | None = None
+    choice: int = 0
+
+    @property
+    def first(self) -> RequestKey:
+        """The choice 0 of the same request."""
+        return RequestKey(self.key.request_id, self.key.generation - self.choice)
 
     def see(self, output: RequestOutput) -> None:
         """Check an output against the script and the exit rule."""
         assert self.reason is None, "an output after the end"
         assert output.start_index == self.count, "a gap"
         assert output.tokens or output.finish_reason
-        for token, depth in zip(output.tokens, output.exit_depths, strict=True):
-            assert token == TOKEN(self.key, self.count)
+        assert output.choice == self.choice
+        for sampled, depth in zip(output.tokens, output.exit_depths, strict=True):
+            assert sampled == token(self.key, self.count)
             assert depth == self.exit_depth(self.count)
             self.count += 1
         self.reason = output.finish_reason
@@ -66,7 +89,7 @@ class Life:
             return self.params.forced_depths[output_index]
         due = False
         for loops in range(1, max_loops + 1):
-            keeps = round_to_float32(1.0 - scripted_hazard(self.key, position, loops - 1))
+            keeps = round_to_float32(1.0 - hazard(self.key, position, loops - 1))
             survival = round_to_float32(survival * keeps)
             least = self.params.min_loops
             leaves = exits(loops, survival, min_loops=least, max_loops=max_loops, bound=bound)
@@ -109,6 +132,17 @@ class Storage:
                 block = table[position // self.block_size]
                 self.cells[block, position % self.block_size] = known(life, position)
 
+    def fork(self, fork: Fork, life: Life) -> None:
+        parent = self.admitted[fork.parent]
+        assert self.prefilled[fork.parent] == len(parent.prompt), "a fork before the prompt"
+        assert fork.rng == RngKey(parent.rng.seed, life.choice)
+        self.admitted[fork.key] = replace(parent, key=fork.key, tables=fork.tables)
+        self.prefilled[fork.key] = len(parent.prompt)
+        for theirs, own in zip(parent.tables, fork.tables, strict=True):
+            for position in range(len(parent.prompt)):
+                page, offset = position // self.block_size, position % self.block_size
+                self.cells[own[page], offset] = self.cells[theirs[page], offset]
+
     def run(
         self, plan: ExecutionPlan, result: PlanResult, lives: Mapping[RequestKey, Life]
     ) -> None:
@@ -122,6 +156,8 @@ class Storage:
             self.admitted[item.key] = item
             self.prefilled[item.key] = item.prefilled
             assert item.prefilled < len(item.prompt)
+        for fork in plan.forks:
+            self.fork(fork, lives[fork.key])
         for grant in plan.grants:
             item = self.admitted[grant.key]
             tables = tuple(map(add, item.tables, grant.tables))

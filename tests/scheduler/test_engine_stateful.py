@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protocol.config import SchedulerSettings
 from protocol.errors import LoopmeshError
 from protocol.exit_rule import FinishReason
+from protocol.identity import RequestKey
 from protocol.resident import RowState
 from protocol.result import ResidentResult
 from protocol.sampling import SamplingParams
@@ -20,10 +21,9 @@ from protocol.scripted_executor import ScriptedExecutor
 from scheduler.engine import Engine
 from scheduler.output import RequestOutput
 from tests.scheduler.bench import make_profile
-from tests.scheduler.lives import MODEL, Life, Storage, known
+from tests.scheduler.lives import MODEL, Life, Storage, hazard, known, token
 
 if TYPE_CHECKING:
-    from protocol.identity import RequestKey
     from protocol.plan import ExecutionPlan
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult, StepResult
@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
     def open(self, lane: str) -> None:
         self.epoch += 1
         profile = self.profiles[lane]
-        self.executors[lane] = ScriptedExecutor(profile, self.epoch)
+        self.executors[lane] = ScriptedExecutor(profile, self.epoch, hazard=hazard, token=token)
         self.engine.add_lane(lane, self.epoch, profile)
         self.storage[lane] = Storage(profile.block_size)
         self.flying[lane] = deque()
@@ -92,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         stops=st.sets(st.integers(1, 63), max_size=18),
         priority=st.integers(0, 2),
         forced=st.none() | st.lists(st.integers(1, 4), min_size=7, max_size=7),
+        n=st.sampled_from((1, 1, 2, 3)),
     )
     def add(
         self,
@@ -105,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
         stops: set[int],
         priority: int,
         forced: list[int] | None,
+        n: int = 1,
     ) -> None:
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -114,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(stops),
             priority=priority,
             forced_depths=None if forced is None else (MODEL.max_loops, *forced),
+            n=n,
         )
         before = self.engine.stats()
         try:
@@ -123,7 +126,9 @@ class EngineMachine(RuleBasedStateMachine):
             return
         assert all(key.generation > other.generation for other in self.lives)
         delayed = self.scheduler.get("exit_policy") == "ouro_delayed"
-        self.lives[key] = Life(key, stem[:num_prompt], tenant, params, delayed)
+        for choice in range(n):
+            own = RequestKey(request_id, key.generation + choice)
+            self.lives[own] = Life(own, stem[:num_prompt], tenant, params, delayed, choice=choice)
 
     @rule(request_id=st.sampled_from(IDS))
     def abort(self, request_id: str) -> None:
@@ -140,12 +145,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         life = data.draw(st.sampled_from(self.speaking()))
-        request_id = life.key.request_id
-        assert self.engine.finish(request_id, life.count) == []
+        request_id, choice = life.key.request_id, life.choice
+        assert self.engine.finish(request_id, life.count, choice) == []
         index = data.draw(st.integers(0, life.count - 1))
-        end = RequestOutput(life.key, index + 1, (), (), FinishReason.STOP, None)
-        assert self.engine.finish(request_id, index) == [end]
-        assert self.engine.finish(request_id, index) == []
+        end = RequestOutput(life.key, index + 1, (), (), FinishReason.STOP, None, choice=choice)
+        assert self.engine.finish(request_id, index, choice) == [end]
+        assert self.engine.finish(request_id, index, choice) == []
         life.reason = FinishReason.STOP
 
     @rule()
@@ -173,7 +178,8 @@ class EngineMachine(RuleBasedStateMachine):
     def check_victims(self, victims: tuple[RequestKey, ...]) -> None:
         """Somebody of strictly higher priority waits, and none of them has ended."""
         placed = {key for storage in self.storage.values() for key in storage.admitted}
-        waiting = [v for k, v in self.lives.items() if v.reason is None and k not in placed]
+        live = [life for life in self.lives.values() if life.reason is None]
+        waiting = [life for life in live if placed.isdisjoint((life.key, life.first))]
         for key in victims:
             assert self.lives[key].reason is None
             priority = self.lives[key].params.priority
@@ -269,13 +275,17 @@ class EngineMachine(RuleBasedStateMachine):
                 assert lane.kv.promised_blocks == 0
 
     def common(self, storage: Storage, key: RequestKey, block: int) -> object:
-        """The plane, page and KV of a block of prompt[:-1]; None for any other."""
+        """The plane, page and KV of a complete prompt block; None for any other."""
         life = self.lives[key]
         for plane, table in enumerate(storage.admitted[key].tables):
             if block in table:
                 page = table.index(block)
                 end = (page + 1) * storage.block_size
-                return (plane, page, known(life, end - 1)) if end < len(life.prompt) else None
+                if end > len(life.prompt):
+                    return None
+                # The last token is run anew for each request, but its choices have it in common.
+                owner = life.first if end == len(life.prompt) else None
+                return plane, page, known(life, end - 1), owner
         raise AssertionError("not in its table")
 
     @invariant()
@@ -283,7 +293,9 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         live = sum(life.reason is None for life in self.lives.values())
         assert live == stats.waiting + stats.running
-        assert stats.rng_keys == live + stats.releasing
+        held = {key for s in self.storage.values() for key in (*s.admitted, *s.asleep)}
+        held |= {key for key, life in self.lives.items() if life.reason is None}
+        assert stats.rng_keys == len({key.request_id for key in held})
         assert stats.prefix_hit_tokens <= sum(len(life.prompt) for life in self.lives.values())
         assert stats.suspended <= min(stats.waiting, stats.preemptions)
         assert stats.tokens == sum(life.count for life in self.lives.values())

@@ -137,6 +137,7 @@ def test_growth_beyond_the_promise_takes_what_nobody_is_promised() -> None:
 def test_one_rng_key_a_public_id() -> None:
     registry = RngRegistry()
     assert registry.acquire("a", 7) == RngKey(7, 0) == registry.key("a")
+    assert registry.key("a", 5) == RngKey(7, 5)
     with pytest.raises(DuplicateRequestError):
         registry.acquire("a", 8)
     assert (len(registry), repr(registry)) == (1, "<RngRegistry 1 keys>")
