@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from cluster.tokenizer import Tokenizer
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None,),
@@ -50,6 +49,7 @@ class CompletionRequest(_Body):
 
     model: str
     prompt: str | tuple[int, ...]
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -74,7 +74,6 @@ class CompletionRequest(_Body):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
 
-    n: Any = None
     best_of: Any = None
     echo: Any = None
     suffix: Any = None
@@ -147,11 +146,12 @@ class CompletionRequest(_Body):
             logit_bias=tuple((int(name), bias) for name, bias in (self.logit_bias or {}).items()),
             min_tokens=self.min_tokens,
             logprobs=self.logprobs,
+            n=1 if self.n is None else self.n,
         )
 
 
 class Usage(_Body):
-    """What a request cost.
+    """What a request cost: its prompt once, and the outputs of all its choices.
 
     Loops are those of the outputs: `loops_saved` counts what full passes would have run more,
     see cluster/generation.py. `completion_tokens` counts ids, a final stop token among them.
@@ -165,18 +165,19 @@ class Usage(_Body):
 
     @classmethod
     def of(cls, completion: Completion) -> Self:
-        """The cost of a finished answer."""
+        """The cost of a finished answer with all its choices."""
+        count = sum(len(choice.token_ids) for choice in completion.choices)
         return cls(
             prompt_tokens=completion.prompt_tokens,
-            completion_tokens=len(completion.token_ids),
-            total_tokens=completion.prompt_tokens + len(completion.token_ids),
-            loops_run=completion.loops_run,
-            loops_saved=completion.loops_saved,
+            completion_tokens=count,
+            total_tokens=completion.prompt_tokens + count,
+            loops_run=sum(choice.loops_run for choice in completion.choices),
+            loops_saved=sum(choice.loops_saved for choice in completion.choices),
         )
 
 
 class Choice(_Body):
-    """The answer, or in a stream its next piece; one exit depth (1-based) a token id."""
+    """One answer, or in a stream its next piece; one exit depth (1-based) a token id."""
 
     text: str
     index: int
@@ -190,7 +191,7 @@ class Choice(_Body):
         """A whole answer, or a piece of one."""
         return cls(
             text=part.text,
-            index=0,
+            index=part.choice,
             logprobs=ChoiceLogprobs.of(part, tokenizer),
             finish_reason=None if part.finish_reason is None else part.finish_reason.value,
             token_ids=part.token_ids,

@@ -21,6 +21,9 @@ from protocol.errors import ConfigError, LoopmeshError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cluster.generation import Completion
+    from cluster.tokenizer import Tokenizer
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 CONFIG_VARIABLE = "LOOPMESH_CONFIG"
@@ -121,33 +124,39 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise UsageError("--logprobs: plain text has no place for them, add --json")
     configuration = _configuration(arguments)
     # Imported late: torch takes seconds to import, and --help and wrong flags need none of it.
-    from cluster.api_logprobs import ChoiceLogprobs
     from cluster.api_types import Usage
     from cluster.llm import LLM
-    from cluster.terminal import TextWriter, progress, show_stream, summary
+    from cluster.terminal import TextWriter, progress, show_choices, show_stream, summary
 
     progress(f"loading {configuration.worker.model.model}", sys.stderr)
     kind, workers = arguments.executor, arguments.workers
     with LLM(executor=kind, workers=workers, configuration=configuration) as llm:
         if arguments.json:
             (answer,) = llm.generate(arguments.prompt, params, stop=stop)
-            logprobs = ChoiceLogprobs.of(answer, llm.tokenizer)
-            body = {
-                "text": answer.text,
-                "token_ids": answer.token_ids,
-                "exit_depths": answer.exit_depths,
-                "finish_reason": answer.finish_reason.value,
-                "logprobs": None if logprobs is None else logprobs.model_dump(),
-                "usage": Usage.of(answer).model_dump(),
-            }
-            print(json.dumps(body))
+            told = [_as_json(choice, llm.tokenizer) for choice in answer.choices]
+            body = told[0] if params.n == 1 else {"choices": told}
+            print(json.dumps(body | {"usage": Usage.of(answer).model_dump()}))
             return 0
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         writer = TextWriter(sys.stdout, llm.profile.model.max_loops, coloured=coloured)
         started = time.monotonic()
-        answer = show_stream(llm.stream(arguments.prompt, params, stop=stop), writer)
+        show = show_stream if params.n == 1 else show_choices
+        answer = show(llm.stream(arguments.prompt, params, stop=stop), writer)
         progress(summary(answer, time.monotonic() - started), sys.stderr)
     return 0
+
+
+def _as_json(choice: Completion, tokenizer: Tokenizer) -> dict[str, object]:
+    from cluster.api_logprobs import ChoiceLogprobs
+
+    logprobs = ChoiceLogprobs.of(choice, tokenizer)
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "exit_depths": choice.exit_depths,
+        "finish_reason": choice.finish_reason.value,
+        "logprobs": None if logprobs is None else logprobs.model_dump(),
+    }
 
 
 def _serve(arguments: argparse.Namespace) -> int:

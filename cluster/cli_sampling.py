@@ -48,6 +48,7 @@ class Flag:
 
 
 FLAGS = (
+    Flag("n", int, "answers to the prompt, one after the other (default 1)"),
     Flag("max_tokens", int, "most tokens to generate (default 16)"),
     Flag("min_tokens", int, "sample nothing that would end the text before so many tokens"),
     Flag("min_loops", int, "loops that every token takes at least (default 1)"),

@@ -79,8 +79,8 @@ class ServeEngine:
     async def abort(self, request_id: str) -> None:
         await self._handle.abort.remote(request_id)
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        await self._handle.finish.remote(request_id, at_output_index)
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        await self._handle.finish.remote(request_id, at_output_index, choice)
 
     async def renew(self, consumer: str, serving: Collection[str]) -> None:
         await self._handle.renew.remote(consumer, serving)
@@ -143,9 +143,9 @@ class Ingress:
         """The outputs of one request; see http_api.CompletionService."""
         return self._client.generate(prompt, params, tenant=tenant)
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
         """End a request whose text is complete; see http_api.CompletionService."""
-        await self._client.finish(request_id, at_output_index)
+        await self._client.finish(request_id, at_output_index, choice)
 
     async def health(self) -> str | None:
         """None once a real token has come back and while the engine has workers."""

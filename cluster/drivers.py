@@ -156,13 +156,13 @@ class AsyncDriver:
         return key
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; its end is delivered at once."""
+        """Give a request up, all its choices; their ends are delivered at once."""
         self._emit(self._engine.abort(request_id))
         self._woken.set()
 
-    def finish(self, request_id: str, at_output_index: int) -> None:
-        """End a request whose text is complete; its end is delivered at once."""
-        self._emit(self._engine.finish(request_id, at_output_index))
+    def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        """End a choice whose text is complete; its end is delivered at once."""
+        self._emit(self._engine.finish(request_id, at_output_index, choice))
         self._woken.set()
 
     async def close(self, timeout: float) -> None:  # noqa: ASYNC109 - clean-up is never cancelled

@@ -49,7 +49,7 @@ class EngineHandle(Protocol):
 
     async def abort(self, request_id: str) -> None: ...
 
-    async def finish(self, request_id: str, at_output_index: int) -> None: ...
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None: ...
 
     async def renew(self, consumer: str, serving: Collection[str]) -> None: ...
 
@@ -88,7 +88,7 @@ class EngineClient:
     async def generate(
         self, prompt: list[int], params: SamplingParams, *, tenant: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request of a tenant; closing the generator early aborts it.
+        """Run one request of a tenant, all its choices; closing the generator early aborts it.
 
         Raises RequestError, CapacityError or OverloadedError before the first output when the
         engine does not take it, WorkerLostError when the engine itself is gone.
@@ -99,7 +99,7 @@ class EngineClient:
             raise WorkerLostError("the engine is not ready; try again") from error
         request_id = f"{self._name}-{uuid.uuid4().hex}"
         outputs = self._queues[request_id] = asyncio.Queue()
-        ended = False
+        running = params.n
         try:
             refusal = await answered(
                 self._engine.submit(
@@ -112,29 +112,29 @@ class EngineClient:
                 )
             )
             if refusal is not None:
-                ended = True
+                running = 0
                 raise refusal.error()
-            while not ended:
+            while running:
                 output = await outputs.get()
                 if isinstance(output, WorkerLostError):
-                    ended = True
+                    running = 0
                     raise output
-                ended = output.finish_reason is not None
+                running -= output.finish_reason is not None
                 yield output
         finally:
             del self._queues[request_id]
-            if not ended:
+            if running:
                 # The caller may be cancelled: the abort must outlive it. The lease stands behind
                 # it, should the call get lost.
                 self._spawn(self._abort(request_id))
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        """End a request whose text is complete; one that has ended is ignored.
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        """End a choice whose text is complete; one that has ended is ignored.
 
         Should the call get lost, closing the generator of the request ends it too.
         """
         try:
-            await answered(self._engine.finish(request_id, at_output_index))
+            await answered(self._engine.finish(request_id, at_output_index, choice))
         except WorkerLostError:
             logger.warning("the end of %s got lost; it is aborted", request_id)
 

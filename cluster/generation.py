@@ -31,7 +31,7 @@ class TextDelta:
     `exit_depths` has one 1-based depth a token. `text` may lag behind the tokens while a character
     is incomplete, so it can be empty, and it never covers a special token. `logprobs` has one entry
     a token if the request asked for them, else none; `text_offsets` is where each token's text
-    begins in the whole answer.
+    begins in the whole answer. `choice` says of which of several answers it is a piece.
     """
 
     text: str
@@ -40,6 +40,7 @@ class TextDelta:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_offsets: tuple[int, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Completion:
 
     `max_loops` is the loops of a full pass of the model, `seed` the one that drew the answer: the
     same request with this seed gives the same answer. `logprobs` and `text_offsets` are as in
-    TextDelta.
+    TextDelta. Of a request with `n` choices this is the one of index `choice`; choice 0 has the
+    others, and `choices` are all of them.
 
     Example: max_loops 4 and exit_depths (4, 2, 3) are 9 loops run. The first output comes out of
     the prompt's last position, which always takes the full pass, so only the two outputs after it
@@ -64,6 +66,13 @@ class Completion:
     seed: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     text_offsets: tuple[int, ...] = ()
+    choice: int = 0
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def choices(self) -> tuple[Completion, ...]:
+        """All answers to the prompt, in the order of their index; one unless more were asked."""
+        return (self, *self.others)
 
     @property
     def loops_run(self) -> int:
@@ -103,11 +112,13 @@ class TextAssembler:
         max_loops: int,
         seed: int,
         stop: tuple[str, ...] = (),
+        choice: int = 0,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._prompt_tokens = prompt_tokens
         self._max_loops = max_loops
         self._seed = seed
+        self._choice = choice
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._exit_depths: list[int] = []
@@ -154,6 +165,7 @@ class TextAssembler:
             finish_reason=FinishReason.STOP if self._stop.found else reason,
             logprobs=output.logprobs[:kept],
             text_offsets=offsets,
+            choice=self._choice,
         )
         self._text.append(text)
         self._token_ids.extend(delta.token_ids)
@@ -189,4 +201,5 @@ class TextAssembler:
             seed=self._seed,
             logprobs=tuple(self._logprobs),
             text_offsets=tuple(self._text_offsets),
+            choice=self._choice,
         )

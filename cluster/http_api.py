@@ -40,7 +40,8 @@ from cluster.api_types import (
     ModelList,
     Usage,
 )
-from cluster.generation import TextAssembler, resolve_seed
+from cluster.choices import ChoiceAssembler
+from cluster.generation import resolve_seed
 from cluster.http_reply import ClientGoneError, Reply, error_response, while_connected
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class CompletionService(Protocol):
     def generate(
         self, prompt: list[int], params: SamplingParams, *, tenant: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request, in order, up to the one with a finish reason.
+        """The outputs of one request, those of each choice in order up to its finish reason.
 
         Only requests of one `tenant` share cached prompts.
         The seed in `params` is resolved. Closing the generator, or cancelling whoever waits for
@@ -93,8 +94,8 @@ class CompletionService(Protocol):
         before the first output when the request is not admitted.
         """
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        """End a request after an output that `generate` gave; one that has ended is ignored.
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        """End a choice after an output that `generate` gave; one that has ended is ignored.
 
         `request_id` stands in its outputs. Never fails: the generator is closed after it.
         """
@@ -242,8 +243,9 @@ class CompletionRoute:
 
     async def _answer(self, call: _Call, reply: Reply) -> None:
         """Generate and send, each event as soon as its output is there."""
-        assembler = TextAssembler(
+        assembler = ChoiceAssembler(
             self._service.tokenizer,
+            n=call.params.n,
             prompt_tokens=len(call.prompt),
             max_loops=self._service.max_loops,
             seed=call.seed,
@@ -253,18 +255,22 @@ class CompletionRoute:
         async with aclosing(generation) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
+                if delta is None:
+                    continue
                 if call.body.stream:
                     await reply.event(self._event(call, delta))
-                if assembler.stop_index is not None:
-                    await self._service.finish(output.key.request_id, assembler.stop_index)
+                choice = output.choice
+                if (index := assembler.stop_index(choice)) is not None:
+                    await self._service.finish(output.key.request_id, index, choice)
                 if assembler.finished:
                     break
         completion = assembler.completion()
         if call.body.stream:
             await self._end_stream(call, completion, reply)
         else:
-            choice = Choice.of(completion, self._service.tokenizer)
-            body = call.response(self._service.model_name, (choice,), usage=Usage.of(completion))
+            parts = (Choice.of(part, self._service.tokenizer) for part in completion.choices)
+            usage = Usage.of(completion)
+            body = call.response(self._service.model_name, tuple(parts), usage=usage)
             await reply.whole(Response(body.to_json(), media_type="application/json"))
 
     def _event(self, call: _Call, delta: TextDelta) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Self
 
+from cluster.choices import ChoiceAssembler
 from cluster.drivers import SyncDriver
-from cluster.generation import TextAssembler, resolve_seed
+from cluster.generation import resolve_seed
 from cluster.interrupts import interrupts_held
 from cluster.stop_strings import checked_stop
 from cluster.tokenizer import load_tokenizer
@@ -116,11 +117,12 @@ class LLM:
         """The answers to all prompts, run together, in the order of the prompts.
 
         A prompt is a text or a list of token ids; a list of integers is one prompt. `params` is
-        one for all or one for each; None is greedy. Each answer ends before the first of the `stop`
-        strings in it. Prompts of one `tenant` share the KV of what they start with. Raises
-        RequestError before anything runs when
-        a prompt or its parameters are wrong, LoopmeshError when a request fails; whatever ends the
-        call early, also Ctrl-C, aborts the rest and leaves nothing behind.
+        one for all or one for each; None is greedy. There is one Completion a prompt, whatever
+        `n`: choice 0, which has all of them in `choices`. Each answer ends before the first of the
+        `stop` strings in it. Prompts of one `tenant` share the KV of what they start with. Raises
+        RequestError before anything runs when a prompt or its parameters are wrong, LoopmeshError
+        when a request fails; whatever ends the call early, also Ctrl-C, aborts the rest and leaves
+        nothing behind.
         """
         batch = _as_batch(prompts)
         wishes = _one_each(params, len(batch))
@@ -142,6 +144,7 @@ class LLM:
     ) -> Generator[TextDelta, None, Completion]:
         """The answer to one prompt, as it grows; the generator's return value is all of it.
 
+        With `n` choices their pieces come as they are sampled, each with its index in `choice`.
         Nothing runs before the first `next`. Closing the generator aborts the request.
         """
         wishes = [params or SamplingParams()]
@@ -172,7 +175,7 @@ class LLM:
     ) -> Generator[TextDelta, None, list[Completion]]:
         """Run a batch to its end, yielding every piece of text as it comes."""
         self._claim()
-        assemblers: dict[str, TextAssembler] = {}
+        assemblers: dict[str, ChoiceAssembler] = {}
         try:
             for index, (prompt, wish) in enumerate(zip(prompts, params, strict=True)):
                 try:
@@ -184,8 +187,10 @@ class LLM:
                     request_id = output.key.request_id
                     assembler = assemblers[request_id]
                     delta = assembler.push(output)
-                    if assembler.stop_index is not None:
-                        self._engine.finish(request_id, assembler.stop_index)
+                    if delta is None:
+                        continue
+                    if (stop_index := assembler.stop_index(output.choice)) is not None:
+                        self._engine.finish(request_id, stop_index, output.choice)
                     yield delta
             return [assembler.completion() for assembler in assemblers.values()]
         finally:
@@ -204,7 +209,7 @@ class LLM:
         params: SamplingParams,
         stop: tuple[str, ...],
         tenant: str,
-        assemblers: dict[str, TextAssembler],
+        assemblers: dict[str, ChoiceAssembler],
     ) -> None:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"the parameters are {params!r:.80}: give SamplingParams(...)")
@@ -215,12 +220,17 @@ class LLM:
         request_id = str(next(self._ids))
         max_loops = self._profile.model.max_loops
         # Known before it is added: an interrupt in between must not leave a request behind.
-        assemblers[request_id] = TextAssembler(
-            self._tokenizer, prompt_tokens=len(ids), max_loops=max_loops, seed=seed, stop=stop
+        assemblers[request_id] = ChoiceAssembler(
+            self._tokenizer,
+            n=params.n,
+            prompt_tokens=len(ids),
+            max_loops=max_loops,
+            seed=seed,
+            stop=stop,
         )
         self._engine.add(request_id, ids, params, seed, tenant=tenant)
 
-    def _settle(self, assemblers: Mapping[str, TextAssembler]) -> None:
+    def _settle(self, assemblers: Mapping[str, ChoiceAssembler]) -> None:
         """Abort what still runs and wait until the workers gave every block back."""
         try:
             for request_id in assemblers:

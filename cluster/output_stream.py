@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class OutputStream:
     """Owner: SchedulerActor. Mutated only by: put, take and end, on its event loop.
 
-    A slow reader gets fewer, larger frames: outputs of one request are merged while they wait, so
-    at most one entry a live request is held, of at most max_tokens tokens.
+    A slow reader gets fewer, larger frames: outputs of one choice are merged while they wait, so
+    at most one entry a live choice is held, of at most max_tokens tokens.
     """
 
     def __init__(self) -> None:
@@ -63,4 +63,5 @@ def merge(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         error=then.error,
         worker_lost=then.worker_lost,
         logprobs=first.logprobs[:kept] + then.logprobs,
+        choice=first.choice,
     )

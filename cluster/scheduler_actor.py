@@ -52,7 +52,10 @@ class Refusal:
 
 @dataclass(slots=True)
 class _Consumer:
-    """One ingress. Owner: SchedulerActor, which alone mutates it."""
+    """One ingress. Owner: SchedulerActor, which alone mutates it.
+
+    `requests` has the time at which each came.
+    """
 
     stream: OutputStream
     seen: float
@@ -68,6 +71,7 @@ class SchedulerActor:
         self._engine = Engine(configuration.scheduler)
         self._consumers: dict[str, _Consumer] = {}
         self._consumer_of: dict[str, str] = {}
+        self._open_choices: dict[str, int] = {}
         self._workers: Workers | None = None
         self._driver: AsyncDriver | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -174,6 +178,7 @@ class SchedulerActor:
             return Refusal(type(error).__name__, str(error))
         holder.requests[request_id] = self._now()
         self._consumer_of[request_id] = consumer
+        self._open_choices[request_id] = params.n
         return None
 
     async def abort(self, request_id: str) -> None:
@@ -181,10 +186,10 @@ class SchedulerActor:
         if self._driver is not None:
             self._driver.abort(request_id)
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        """End a request whose text is complete after one of its outputs; see Engine.finish."""
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        """End a choice whose text is complete after one of its outputs; see Engine.finish."""
         if self._driver is not None:
-            self._driver.finish(request_id, at_output_index)
+            self._driver.finish(request_id, at_output_index, choice)
 
     async def renew(self, consumer: str, serving: Collection[str]) -> None:
         """Prolong a consumer's lease; its requests that are not in `serving` are aborted.
@@ -223,10 +228,16 @@ class SchedulerActor:
             holder = self._consumers.get(self._consumer_of.get(request_id, ""))
             if holder is not None:
                 holder.stream.put(output)
-            if output.finish_reason is not None:
-                self._consumer_of.pop(request_id, None)
-                if holder is not None:
-                    holder.requests.pop(request_id, None)
+            if output.finish_reason is not None and request_id in self._open_choices:
+                self._open_choices[request_id] -= 1
+                if not self._open_choices[request_id]:
+                    self._forget(request_id, holder)
+
+    def _forget(self, request_id: str, holder: _Consumer | None) -> None:
+        """All choices of a request have ended."""
+        del self._open_choices[request_id], self._consumer_of[request_id]
+        if holder is not None:
+            del holder.requests[request_id]
 
     async def _reap(self) -> None:
         """Abort the requests of consumers whose lease ran out: a lost cancel, a dead ingress."""

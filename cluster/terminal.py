@@ -56,6 +56,10 @@ class TextWriter:
         if self._coloured:
             self._write(legend(self._max_loops) + "\n")
 
+    def head(self, line: str) -> None:
+        """Write a line above one of several texts."""
+        self._write(line + "\n")
+
     def write(self, delta: TextDelta) -> None:
         """Write the next piece of text."""
         self._depth = delta.exit_depths[-1] if delta.exit_depths else self._depth
@@ -85,19 +89,41 @@ def show_stream(stream: Generator[TextDelta, None, Completion], writer: TextWrit
             return answer
 
 
+def show_choices(stream: Generator[TextDelta, None, Completion], writer: TextWriter) -> Completion:
+    """Write the choices of an answer one after the other, once all have ended."""
+    pieces: list[TextDelta] = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            answer: Completion = end.value
+            break
+    writer.open()
+    for choice in answer.choices:
+        writer.head(f"[choice {choice.choice}]")
+        for piece in pieces:
+            if piece.choice == choice.choice:
+                writer.write(piece)
+        writer.close()
+    return answer
+
+
 def summary(completion: Completion, seconds: float) -> str:
-    """One line: tokens, mean exit depth, loops saved and speed.
+    """One line: tokens, mean exit depth, loops saved and speed, of all choices together.
 
     Example: "32 tokens in 0.50 s (64.0 tok/s), mean exit depth 2.50 of 4, 37.5 % of loops saved".
     """
-    count = len(completion.token_ids)
+    choices = completion.choices
+    count = sum(len(choice.token_ids) for choice in choices)
     speed = count / seconds if seconds > 0 else 0.0
     line = f"{count} tokens in {seconds:.2f} s ({speed:.1f} tok/s)"
-    if completion.mean_depth is None:
+    later = [depth for choice in choices for depth in choice.exit_depths[1:]]
+    if not later:
         return line
-    share = 100 * completion.loops_saved / completion.loops_possible
+    saved = sum(choice.loops_saved for choice in choices)
+    share = 100 * saved / sum(choice.loops_possible for choice in choices)
     return (
-        f"{line}, mean exit depth {completion.mean_depth:.2f} of {completion.max_loops}, "
+        f"{line}, mean exit depth {sum(later) / len(later):.2f} of {completion.max_loops}, "
         f"{share:.1f} % of loops saved"
     )
 

@@ -184,7 +184,7 @@ class Lane:
         terms = resident_terms(request, self.profile, self._settings)
         request.place(self.name, prefilled, terms)
         self.requests[request.key] = request
-        eos_ids = profile.model.eos_ids
+        eos_ids = self.profile.model.eos_ids
         self._admissions[request.key] = admission_of(request, tables, rng, eos_ids, terms)
         for choice, stream in zip(request.unforked, others, strict=True):
             self._forks.hold(choice, stream, request)

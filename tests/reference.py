@@ -53,8 +53,12 @@ def reference_run(
     layout: Layout = Layout.LAST_EXITED,
     *,
     delayed: bool = False,
+    stream: int = 0,
 ) -> ReferenceRun:
-    """Generate as the layout and the exit rule define it: `ouro`, or `delayed` by one loop."""
+    """Generate as the layout and the exit rule define it: `ouro`, or `delayed` by one loop.
+
+    `stream` is the index of the choice.
+    """
     driver = ModelDriver(model, max_tokens=len(prompt) + params.max_tokens, layout=layout)
     run = ReferenceRun()
     full = model.profile.max_loops
@@ -65,7 +69,7 @@ def reference_run(
             hidden, depth = _full_pass(driver, token, position), full
     for index in range(params.max_tokens):
         logits = adjusted(model.logits(hidden)[0], params, prompt, run.tokens, model.profile)
-        token = _sample(logits, params, seed, index, run)
+        token = _sample(logits, params, RngKey(seed, stream), index, run)
         run.logprobs.append(logits.double().log_softmax(0))
         run.tokens.append(token)
         run.exit_depths.append(depth)
@@ -149,7 +153,7 @@ def _copy_exit(driver: ModelDriver, position: int, depth: int) -> None:
 
 
 def _sample(
-    logits: Tensor, params: SamplingParams, seed: int, index: int, run: ReferenceRun
+    logits: Tensor, params: SamplingParams, key: RngKey, index: int, run: ReferenceRun
 ) -> int:
     """Sort, filter, walk the distribution: slow and obvious."""
     if params.temperature == 0.0:
@@ -170,7 +174,6 @@ def _sample(
         run.note(float((greater[kept] - params.top_p).abs().min()))
     weights = torch.where(kept & ((greater < params.top_p) | (params.top_p == 1.0)), weights, 0.0)
     mass = weights.cumsum(0) / weights.sum()
-    key = RngKey(seed)
     words = torch.tensor([[*key.philox_key(), key.stream]])
     draw = float(uniform(words, Purpose.SAMPLE, torch.tensor([index])))
     run.note(float((mass - draw).abs().min()))

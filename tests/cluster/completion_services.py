@@ -44,10 +44,12 @@ def output(
     tokens: Sequence[int] = (),
     finish: FinishReason | None = None,
     error: str | None = None,
+    choice: int = 0,
 ) -> RequestOutput:
     """An output whose tokens left after 4, 2, 2, ... loops."""
     depths = tuple(4 if start + i == 0 else 2 for i in range(len(tokens)))
-    return RequestOutput(RequestKey("r", 1), start, tuple(tokens), depths, finish, error)
+    key = RequestKey("r", 1 + choice)
+    return RequestOutput(key, start, tuple(tokens), depths, finish, error, choice=choice)
 
 
 class PlayedService:
@@ -65,7 +67,7 @@ class PlayedService:
         self.started = asyncio.Event()
         self.go_on = asyncio.Event()
         self.closed = 0
-        self.finished: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, int, int]] = []
         self.calls: list[tuple[list[int], SamplingParams]] = []
         self.tenants: list[str] = []
         self.reason: str | None = None
@@ -90,8 +92,8 @@ class PlayedService:
         finally:
             self.closed += 1
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        self.finished.append((request_id, at_output_index))
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        self.finished.append((request_id, at_output_index, choice))
 
 
 class EngineService:
@@ -122,20 +124,20 @@ class EngineService:
         self.driver.add(request_id, prompt, params, params.seed, tenant=tenant)
         self._queues[request_id] = queue
         self.admitted.set()
-        finished = False
+        running = params.n
         try:
-            while not finished:
+            while running:
                 item = await queue.get()
-                finished = item.finish_reason is not None
+                running -= item.finish_reason is not None
                 yield item
         finally:
-            if not finished:
+            if running:
                 self.driver.abort(request_id)
                 self.aborted.set()
             del self._queues[request_id]
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
-        self.driver.finish(request_id, at_output_index)
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        self.driver.finish(request_id, at_output_index, choice)
 
     async def rest(self) -> None:
         """Return once the engine has nothing left to do."""

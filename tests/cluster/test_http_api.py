@@ -121,7 +121,7 @@ def test_a_missing_seed_is_drawn_for_each_request() -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"surprise": 1}, "surprise"),
     ],
 )

@@ -309,7 +309,8 @@ class _NeverFinished:
         self.model, self.stats, self.renew = actor.model, actor.stats, actor.renew
         self.submit, self.abort, self.outputs = actor.submit, actor.abort, actor.outputs
 
-    async def finish(self, request_id: str, at_output_index: int) -> None:
+    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
+        assert choice == 0
         raise ConnectionError(f"{request_id} after {at_output_index} is cut off")
 
 

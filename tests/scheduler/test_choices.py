@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -225,6 +226,26 @@ def test_plans_in_flight_carry_the_forks_before_the_prompt_is_answered() -> None
         bench.apply(lane, bench.run(lane, plan))
     said = by_choice(bench.finish())
     assert said == {("a", 0): [10, 11], ("a", 1): [20, 21]}
+    check_idle(bench)
+
+
+@pytest.mark.parametrize("reservation", ["full", "incremental"])
+def test_resident_choices_are_forked_before_the_first_of_them_samples(reservation: str) -> None:
+    profile = replace(make_profile(), max_ticks=16)
+    bench = Bench(profile, token=own_tokens, caching=False, reservation=reservation)
+    bench.add("a", prompt=10, n=3, max_tokens=3)
+    bench.finish()
+    assert bench.traces() == [
+        "+a | PREFILL a[0:8)",
+        "PREFILL a[8:10)",
+        "*a1 | *a2 | TICKS a a a x16",
+        "-a | -a | -a",
+    ]
+    assert by_choice(bench.outputs) == {
+        ("a", 0): [10, 11, 12],
+        ("a", 1): [20, 21, 22],
+        ("a", 2): [30, 31, 32],
+    }
     check_idle(bench)
 
 

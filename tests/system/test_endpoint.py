@@ -118,6 +118,47 @@ def test_a_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None
     assert whole.choices[0].finish_reason == "length"
 
 
+def test_choices_of_one_request_and_their_stream(url: str, client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12}
+    wish |= {"temperature": 1.0, "seed": 5}
+    whole = client.completions.create(**wish, n=3)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert texts[0] == client.completions.create(**wish).choices[0].text
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 4
+    counts = [len((choice.model_extra or {})["token_ids"]) for choice in whole.choices]
+    assert whole.usage.completion_tokens == sum(counts)
+    streamed = ["", "", ""]
+    for event in client.completions.create(**wish, n=3, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    # A stop string of the last choice alone; the engine is told which one has ended.
+    stop = next(
+        texts[2][i : i + 6]
+        for i in range(4, len(texts[2]) - 6)
+        if texts[2][i : i + 6] not in texts[0]
+    )
+    stopped = client.completions.create(**wish, n=3, stop=stop)
+    assert stopped.choices[0].text == texts[0]
+    assert stopped.choices[2].text == texts[2][: texts[2].index(stop)]
+    with pytest.raises(openai.BadRequestError, match="n 9 takes as many slots"):
+        client.completions.create(**wish, n=9)
+    aborted = finished("abort")
+    with client.completions.create(
+        model=MODEL,
+        prompt="Once",
+        n=3,
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))
+    assert eventually(lambda: finished("abort") == aborted + 3)
+
+
 def test_32_at_once_each_get_their_own_answer(url: str) -> None:
     prompts = [f"Once upon a time there were {number} small" for number in range(1, 17)]
     wishes = [
