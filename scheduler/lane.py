@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,10 @@ from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.exit_rule import FinishReason
 from protocol.plan import ExecutionPlan, PrefillBatch
 from protocol.plan_size import PLAN_LIMIT
-from protocol.resident import ResidentBatch
 from protocol.result import PrefillResult
 from scheduler.choices import UnsentForks
 from scheduler.commitments import Commitments
+from scheduler.flight import PlansInFlight
 from scheduler.growth import grants_for
 from scheduler.kv_manager import KVManager
 from scheduler.opening import admission_of
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
     from protocol.rng import RngKey
-    from scheduler.kv_manager import KVCost
+    from scheduler.kv_cost import KVCost
     from scheduler.output import RequestOutput
     from scheduler.request import Request
 
@@ -76,12 +75,12 @@ class Lane:
         self._watermark = int(settings.kv_watermark * profile.num_blocks)
         self._admissions: dict[RequestKey, Admission] = {}
         self._forks = UnsentForks(self.kv, grows=self._grows)
-        self._in_flight: deque[tuple[ExecutionPlan, float]] = deque()
+        self._in_flight = PlansInFlight()
         self._seq = 0
 
     def __repr__(self) -> str:
-        flight = f"{len(self._in_flight)} in flight" if self._in_flight else "idle"
-        return f"<Lane {self.name} epoch {self.epoch}: {len(self.requests)} requests, {flight}>"
+        requests = f"{len(self.requests)} requests"
+        return f"<Lane {self.name} epoch {self.epoch}: {requests}, {self._in_flight!r}>"
 
     @property
     def is_busy(self) -> bool:
@@ -106,13 +105,10 @@ class Lane:
 
     def _has_news(self) -> bool:
         """Whether ticks are in flight that should end early for an arrival or an end."""
-        plans = [plan for plan, _ in self._in_flight]
-        steps = (step for plan in plans for step in plan.steps)
-        if not any(isinstance(step, ResidentBatch) and step.max_ticks > 1 for step in steps):
+        if not self._in_flight.are_ticking:
             return False
-        released = {key for plan in plans for key in plan.releases}
         ended = (key for key, r in self.requests.items() if r.state is State.RELEASING)
-        return bool(self._admissions) or any(key not in released for key in ended)
+        return bool(self._admissions) or any(not self._in_flight.releases(key) for key in ended)
 
     @property
     def num_suspended(self) -> int:
@@ -274,9 +270,9 @@ class Lane:
             releases += [r.key for r in asleep if r.state is State.RELEASING]
             suspends = [r.key for r in requests if r.state is State.SUSPENDING]
             requests = [r for r in requests if r.state is not State.SUSPENDING and r not in idle]
-        for plan, _ in self._in_flight:
-            releases = [key for key in releases if key not in plan.releases]
-            suspends = [key for key in suspends if key not in plan.suspends]
+        if self._in_flight:
+            releases = [key for key in releases if not self._in_flight.releases(key)]
+            suspends = [key for key in suspends if not self._in_flight.suspends(key)]
         releases = releases[: self.num_slots]  # which is what a frame surely has room for
         forks = self._forks.send(requests, self._room.bytes)
         if self._admissions or self.suspended:
@@ -302,7 +298,7 @@ class Lane:
             resumes=self.suspended.send(key for step in steps for key in step.keys),
             forks=forks,
         )
-        self._in_flight.append((plan, now))
+        self._in_flight.add(plan, now)
         return plan
 
     def _opening(self, request: Request) -> Admission | Resume | None:
@@ -311,11 +307,7 @@ class Lane:
 
     def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
         """The plan that `result` answers, no longer in flight; None unless it is the first one."""
-        plan = self._in_flight[0][0] if self._in_flight else None
-        if plan is None or (result.epoch, result.seq) != (plan.epoch, plan.seq):
-            return None
-        self._in_flight.popleft()
-        return plan
+        return self._in_flight.take(result)
 
     def cache_prompts(
         self, plan: ExecutionPlan, result: PlanResult, outputs: Iterable[RequestOutput]
@@ -348,6 +340,6 @@ class Lane:
             kv=self.kv.stats(),
             load=load,
             plans=self._seq,
-            in_flight_since=self._in_flight[0][1] if self._in_flight else None,
+            in_flight_since=self._in_flight.since,
             in_flight=len(self._in_flight),
         )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from protocol.config import PlacementName
-    from scheduler.kv_manager import KVCost
+    from scheduler.kv_cost import KVCost
     from scheduler.lane import Lane
     from scheduler.request import Request
 

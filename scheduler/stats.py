@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from protocol.exit_rule import FinishReason
-    from scheduler.kv_manager import KVStats
+    from scheduler.kv_cost import KVStats
     from scheduler.output import RequestOutput
 
 

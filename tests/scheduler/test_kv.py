@@ -10,7 +10,8 @@ from protocol.errors import DuplicateRequestError, OverloadedError
 from protocol.identity import RequestKey
 from protocol.rng import RngKey
 from scheduler.block_pool import BlockPool
-from scheduler.kv_manager import KVCost, KVManager, KVStats
+from scheduler.kv_cost import KVCost, KVStats
+from scheduler.kv_manager import KVManager
 from scheduler.rng_registry import RngRegistry
 from tests.scheduler.bench import make_profile
 

@@ -13,7 +13,8 @@ from protocol.errors import OverloadedError
 from protocol.identity import RequestKey
 from protocol.layout import Layout
 from scheduler.block_pool import BlockPool
-from scheduler.kv_manager import KVManager, KVStats
+from scheduler.kv_cost import KVStats
+from scheduler.kv_manager import KVManager
 from scheduler.prefix_cache import PrefixCache, PromptDigests, root_digest
 from tests.scheduler.bench import make_model, make_profile
 
