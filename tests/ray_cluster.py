@@ -35,6 +35,7 @@ def local_ray() -> Iterator[None]:
         "RAY_memory_monitor_refresh_ms": "0",  # others may fill the memory of this machine
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_raylet_start_wait_time_s": "120",
+        "RAY_gcs_server_port_wait_time_s": "120",
         "OMP_NUM_THREADS": "1",
     }
     before = {name: os.environ.get(name) for name in values}
@@ -55,6 +56,8 @@ def local_ray() -> Iterator[None]:
             processes = psutil.Process().children(recursive=True)
             ray.shutdown()
             _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
+            # What is dead and waits for its parent to ask for it holds nothing.
+            alive = [process for process in alive if _is_running(process)]
             for process in alive:
                 process.kill()
         assert not alive, f"processes left behind: {alive}"
@@ -65,6 +68,13 @@ def local_ray() -> Iterator[None]:
             else:
                 os.environ[name] = value
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def live_placement_groups() -> list[str]:
