@@ -27,6 +27,7 @@ def local_ray() -> Iterator[None]:
     More CPUs are declared than there may be, so that a test of two workers runs on any machine.
     Home, authentication and the session folder are set on purpose: Ray would write to the user's.
     """
+    others = set(psutil.Process().children(recursive=True))
     session = Path(tempfile.mkdtemp(prefix="loopmesh-"))  # sockets need a short path
     values = {
         "HOME": str(session),
@@ -53,7 +54,8 @@ def local_ray() -> Iterator[None]:
             )
             yield
         finally:
-            processes = psutil.Process().children(recursive=True)
+            children = psutil.Process().children(recursive=True)
+            processes = [process for process in children if process not in others]
             ray.shutdown()
             _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
             # What is dead and waits for its parent to ask for it holds nothing.
