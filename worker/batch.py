@@ -36,7 +36,8 @@ def decode_rows(
     """Addresses of one query a row, each in its own plane.
 
     slots, positions, depths int64 [N]; `width` blocks hold the longest row's positions. A table of
-    one plane serves every depth.
+    one plane serves every depth. The trash slot's rows are padding: they see nothing, and write
+    to the scratch block.
     """
     depths = depths.clamp(max=table.planes - 1)
     blocks = table.tables[slots, depths, positions // table.block_size]
@@ -45,7 +46,7 @@ def decode_rows(
         blocks=blocks,
         offsets=positions % table.block_size,
         tables=table.tables[slots, depths, :width],
-        lengths=positions + 1,
+        lengths=(positions + 1).masked_fill(slots == table.trash, 0),
     )
 
 

@@ -46,6 +46,8 @@ class RowRecord:
     hidden: Tensor
     token: Tensor
     survival: Tensor
+    position: Tensor
+    loops: Tensor
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor

@@ -37,9 +37,13 @@ class SlotTable:
     """Device and host state of live requests. Owner: ModelRunner. Mutated only by: its thread.
 
     hidden [slots, hidden_size] model dtype; token int64 [slots]; survival float32 [slots];
-    tables int64 [slots, planes, width]; prompt int64 [slots, max_positions]; temperature and top_p
-    float32, top_k int64 [slots]; rng_words int64 [slots, 3] (key low, key high, stream);
-    bias, counts, marks and penalties those of the `adjuster`.
+    position int64 [slots] of the token in work and loops int64 [slots] that it has run, as the
+    stages leave them; tables int64 [slots, planes, width]; prompt int64 [slots, max_positions];
+    temperature and top_p float32, top_k int64 [slots]; rng_words int64 [slots, 3] (key low, key
+    high, stream); bias, counts, marks and penalties those of the `adjuster`.
+
+    Every column has one row more than there are slots: `trash`, which belongs to nobody, has only
+    the scratch block in its tables, and is where the padding rows of a batch read and write.
     """
 
     def __init__(
@@ -57,24 +61,28 @@ class SlotTable:
         device: torch.device,
     ) -> None:
         width = -(-max_positions // block_size)
+        rows = num_slots + 1
+        self.trash = num_slots
         self.block_size = block_size
         self.planes = planes
         self._max_loops = max_loops
         self._scratch = scratch_block
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[RequestKey, Slot] = {}
-        self.hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
-        self.token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.survival = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.survival = torch.ones(rows, dtype=torch.float32, device=device)
+        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.loops = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables = torch.full(
-            (num_slots, planes, width), scratch_block, dtype=torch.int64, device=device
+            (rows, planes, width), scratch_block, dtype=torch.int64, device=device
         )
-        self.prompt = torch.zeros(num_slots, max_positions, dtype=torch.int64, device=device)
-        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
-        self.top_k = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
-        self.rng_words = torch.zeros(num_slots, 3, dtype=torch.int64, device=device)
-        self.adjuster = LogitAdjuster(num_slots, vocab_size, device)
+        self.prompt = torch.zeros(rows, max_positions, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.rng_words = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        self.adjuster = LogitAdjuster(rows, vocab_size, device)
         self.bias = self.adjuster.bias
         self.counts = self.adjuster.counts
         self.marks = self.adjuster.marks
@@ -191,6 +199,8 @@ class SlotTable:
             hidden=torch.zeros(self.hidden.shape[1], dtype=self.hidden.dtype),
             token=torch.tensor(0),
             survival=torch.tensor(1.0),
+            position=torch.tensor(0),
+            loops=torch.tensor(0),
             temperature=torch.tensor(admission.temperature, dtype=torch.float32),
             top_p=torch.tensor(admission.top_p, dtype=torch.float32),
             top_k=torch.tensor(admission.top_k),

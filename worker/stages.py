@@ -53,7 +53,7 @@ def run_prefill(
     """Run prompt chunks through every depth.
 
     `last` marks the chunks that end their prompt: the hidden state of their final token stays in
-    the slot for the first CODA.
+    the slot for the first CODA, at full depth.
     """
     if on.slots.planes == 1 < on.model.profile.max_loops:
         hidden = _prefill_by_position(on, batch, slots)
@@ -61,9 +61,11 @@ def run_prefill(
         hidden = _prefill_by_depth(on, batch, slots)
     ended = [index for index, ends_prompt in enumerate(last) if ends_prompt]
     if ended:
-        on.slots.hidden[column([slots[index] for index in ended], on.device)] = hidden[
-            column(ended, on.device)
-        ]
+        slot = column([slots[index] for index in ended], on.device)
+        ends = [batch.starts[index] + batch.counts[index] - 1 for index in ended]
+        on.slots.hidden[slot] = hidden[column(ended, on.device)]
+        on.slots.position[slot] = column(ends, on.device)
+        on.slots.loops[slot] = on.model.profile.max_loops
 
 
 def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
@@ -100,7 +102,7 @@ def _prefill_by_position(on: Device, batch: PrefillBatch, slots: Sequence[int]) 
 
 
 def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
-    """Embed each row's token, the host's or the slot's, and start its survival again at 1."""
+    """Embed each row's token, the host's or the slot's, and start its loops again."""
     slot = column(slots, on.device)
     tokens = on.slots.token[slot]
     if any(token != SLOT_TOKEN for token in batch.tokens):
@@ -108,23 +110,31 @@ def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
         tokens = given.where(given != SLOT_TOKEN, tokens)
     on.slots.hidden[slot] = on.model.embed(tokens)
     on.slots.survival[slot] = 1.0
+    on.slots.position[slot] = column(batch.positions, on.device)
+    on.slots.loops[slot] = 0
 
 
 def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Tensor:
-    """One loop a row at its own depth; returns survivals float32 [N].
+    """One loop a row, at the position and depth that its slot tells; survivals float32 [N]."""
+    return loop_seats(on, column(slots, on.device), table_width(on.slots, batch.positions))
+
+
+def loop_seats(on: Device, seats: Tensor, width: int) -> Tensor:
+    """One loop of the slots int64 [N] that sit in a batch; returns survivals float32 [N].
+
+    Everything else is read from the slots, so a batch is nothing but its seats; those of the trash
+    slot are padding. `width` blocks of a table hold the longest of these rows.
 
     s <- f32(s * f32(1 - hazard)), as protocol/exit_rule.py states it.
     """
-    slot = column(slots, on.device)
-    positions = column(batch.positions, on.device)
-    depths = column(batch.depths, on.device)
-    width = table_width(on.slots, batch.positions)
-    rows = decode_rows(on.slots, slot, positions, depths, width)
+    slots = on.slots
+    rows = decode_rows(slots, seats, slots.position[seats], slots.loops[seats], width)
     attend = paged_attention(on.attention, on.storage, rows)
-    hidden = on.model.loop(on.slots.hidden[slot], positions, attend)
-    survivals = on.slots.survival[slot] * (1.0 - on.model.hazards(hidden))
-    on.slots.hidden[slot] = hidden
-    on.slots.survival[slot] = survivals
+    hidden = on.model.loop(slots.hidden[seats], rows.positions, attend)
+    survivals = slots.survival[seats] * (1.0 - on.model.hazards(hidden))
+    slots.hidden[seats] = hidden
+    slots.survival[seats] = survivals
+    slots.loops[seats] += 1
     return survivals
 
 

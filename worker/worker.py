@@ -82,7 +82,7 @@ class Worker:
             pages * planes * settings.num_slots,
             device,
         )
-        adjuster = LogitAdjuster.bytes_needed(settings.num_slots, model.profile.vocab_size)
+        adjuster = LogitAdjuster.bytes_needed(settings.num_slots + 1, model.profile.vocab_size)
         logger.info(
             "%s on %s: %s, %d bytes for penalties", model.profile.name, device, memory, adjuster
         )

@@ -27,7 +27,7 @@ from worker.models.registry import load_model, resolve_model
 from worker.outcome import NOT_A_NUMBER
 from worker.readback import ReadbackPool
 from worker.slot_table import SlotTable
-from worker.stages import Device, run_coda
+from worker.stages import Device, loop_seats, run_coda
 
 if TYPE_CHECKING:
     from protocol.plan import Admission, Step
@@ -191,3 +191,44 @@ def test_log_probabilities_are_computed_for_the_rows_that_asked_alone(bench: Ben
     assert sampled.logprobs.sampled.shape == (1,)
     nobody = run_coda(bench.device, coda(A, 4, 4, 0), [slots[0].index], [slots[0].sampling])
     assert nobody.logprobs is None
+
+
+def test_the_slot_tells_position_and_loops_on_the_device(bench: Bench) -> None:
+    def stands() -> tuple[int, int]:
+        row = bench.slots.slot(A).index
+        return int(bench.slots.position[row]), int(bench.slots.loops[row])
+
+    bench.run(prefill(A, 0, 3), admits=(bench.admit(A),))
+    assert stands() == (0, 0)
+    bench.run(prefill(A, 3, 2))
+    assert stands() == (4, bench.planes)
+    bench.run(coda(A, 4, 4, 0), prelude(A, 5))
+    assert stands() == (5, 0)
+    bench.run(recurrent(A, 5, 0), recurrent(A, 5, 1))
+    assert stands() == (5, 2)
+
+
+def test_padding_seats_change_nobody_and_write_only_to_the_scratch_block(bench: Bench) -> None:
+    bench.run(
+        PrefillBatch((A, B), (0, 0), (5, 5)),
+        CodaBatch((A, B), (4, 4), (4, 4), (0, 0)),
+        PreludeBatch((A, B), (5, 5), (-1, -1)),
+        recurrent(B, 5, 0),
+        admits=(bench.admit(A), bench.admit(B, first=16)),
+    )
+    bench.storage.pages[bench.storage.scratch_block] = float("nan")
+    on, rows = bench.device, [bench.slots.slot(key).index for key in (A, B)]
+    before = bench.storage.pages.clone()
+    state = [getattr(bench.slots, name).clone() for name in ("hidden", "survival", "loops")]
+    with torch.inference_mode():
+        alone = loop_seats(on, torch.tensor(rows), 2)
+        expected = bench.storage.pages.clone()
+        bench.storage.pages.copy_(before)
+        for name, value in zip(("hidden", "survival", "loops"), state, strict=True):
+            getattr(bench.slots, name).copy_(value)
+        trash = bench.slots.trash
+        padded = loop_seats(on, torch.tensor([rows[0], trash, rows[1], trash]), 2)
+    torch.testing.assert_close(padded[[0, 2]], alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(bench.storage.pages[:-1], expected[:-1], atol=1e-5, rtol=0)
+    assert bench.slots.loops[rows].tolist() == [1, 2]
+    assert bool(bench.slots.hidden[trash].isfinite().all())
