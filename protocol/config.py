@@ -15,6 +15,7 @@ Seconds = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 
 ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
+AttentionName: TypeAlias = Literal["auto", "torch", "triton"]
 PlacementName: TypeAlias = Literal["loop_debt", "least_requests", "round_robin"]
 
 DEFAULT_MODEL = "ouro-tiny"
@@ -65,6 +66,10 @@ class WorkerSettings(Settings):
     `device` "auto" is cuda where there is one, else cpu. `num_threads` bounds the CPU threads of
     one worker; None leaves torch's choice. `snapshot_bytes` bounds the host memory that suspended
     requests take; 0 keeps none of them.
+
+    `attention` "auto" takes the best backend that the device and the model allow; another choice
+    is taken or refused. `cuda_graphs` captures the loop of decoding rows when the worker starts,
+    where the attention can be captured.
     """
 
     model: ModelSettings = ModelSettings()
@@ -74,6 +79,8 @@ class WorkerSettings(Settings):
     max_step_tokens: Count = 512
     num_threads: Count | None = None
     snapshot_bytes: Annotated[int, Field(strict=True, ge=0)] = 256 * 2**20
+    attention: AttentionName = "auto"
+    cuda_graphs: Annotated[bool, Field(strict=True)] = True
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from worker.attention.backend import AttentionBackend
     from worker.models.base import LoopedModel
 
 
@@ -34,6 +35,7 @@ class ModelDriver:
         max_tokens: int = 64,
         block_size: int = 16,
         layout: Layout = Layout.LAST_EXITED,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.model = model
         self.planes = layout.planes(model.profile.max_loops)
@@ -51,7 +53,7 @@ class ModelDriver:
         )
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(sequences, self.planes, width).to(model.device)
-        self.backend = TorchAttention()
+        self.backend = TorchAttention() if backend is None else backend
 
     def prefill(self, chunks: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
         """Run (sequence, start, ids) chunks through every depth: hidden [T, H] after each loop."""
@@ -66,10 +68,12 @@ class ModelDriver:
         for depth in range(self.planes):
             metadata = PackedChunks(
                 positions=positions,
-                blocks=self.tables[owners, depth, positions // self.block_size],
-                offsets=positions % self.block_size,
-                tables=self.tables[sequences, depth],
+                tables=self.tables.flatten(0, 1),
+                table_rows=owners * self.planes + depth,
+                block_size=self.block_size,
+                chunk_rows=sequences * self.planes + depth,
                 lengths=lengths,
+                edges=torch.tensor(bounds, device=device),
                 bounds=bounds,
             )
             attend = paged_attention(self.backend, self.storage, metadata)
@@ -91,10 +95,10 @@ class ModelDriver:
         depth = torch.tensor(depths, device=device).clamp(max=self.planes - 1)
         rows = PagedRows(
             positions=position,
-            blocks=self.tables[owner, depth, position // self.block_size],
-            offsets=position % self.block_size,
-            tables=self.tables[owner, depth],
             lengths=position + 1,
+            tables=self.tables.flatten(0, 1),
+            table_rows=owner * self.planes + depth,
+            block_size=self.block_size,
         )
         attend = paged_attention(self.backend, self.storage, rows)
         return self.model.loop(hidden, position, attend)

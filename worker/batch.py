@@ -40,12 +40,11 @@ def decode_rows(
     to the scratch block.
     """
     depths = depths.clamp(max=table.planes - 1)
-    blocks = table.tables[slots, depths, positions // table.block_size]
     return PagedRows(
         positions=positions,
-        blocks=blocks,
-        offsets=positions % table.block_size,
-        tables=table.tables[slots, depths, :width],
+        tables=table.plane_tables[:, :width],
+        table_rows=slots * table.planes + depths,
+        block_size=table.block_size,
         lengths=(positions + 1).masked_fill(slots == table.trash, 0),
     )
 
@@ -57,19 +56,19 @@ def table_width(table: SlotTable, positions: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """A prefill batch on the device: T prompt tokens of C chunks, packed.
+    """A prefill batch on the device: N prompt tokens of C chunks, packed.
 
-    tokens, positions, offsets int64 [T]; row_slots int64 [T] is each token's slot and chunk_slots
-    int64 [C] each chunk's; lengths int64 [C]; `bounds` C + 1 host ints, the row range of each
+    tokens, positions, row_slots int64 [N], the last being each token's slot; chunk_slots and
+    lengths int64 [C]; edges int64 [C + 1] and `bounds`, the same on the host, the rows of each
     chunk; `width` blocks of a table row.
     """
 
     tokens: Tensor
     positions: Tensor
-    offsets: Tensor
     row_slots: Tensor
     chunk_slots: Tensor
     lengths: Tensor
+    edges: Tensor
     bounds: tuple[int, ...]
     width: int
 
@@ -77,10 +76,12 @@ class PrefillRows:
         """The addresses of these rows in the plane of one 0-based depth."""
         return PackedChunks(
             positions=self.positions,
-            blocks=table.tables[self.row_slots, depth, self.positions // table.block_size],
-            offsets=self.offsets,
-            tables=table.tables[self.chunk_slots, depth, : self.width],
+            tables=table.plane_tables[:, : self.width],
+            table_rows=self.row_slots * table.planes + depth,
+            block_size=table.block_size,
+            chunk_rows=self.chunk_slots * table.planes + depth,
             lengths=self.lengths,
+            edges=self.edges,
             bounds=self.bounds,
         )
 
@@ -102,10 +103,10 @@ def prefill_rows(
     return PrefillRows(
         tokens=table.prompt[row_slot_column, position_column],
         positions=position_column,
-        offsets=position_column % table.block_size,
         row_slots=row_slot_column,
         chunk_slots=column(slots, device),
         lengths=column(ends, device),
+        edges=column(bounds, device),
         bounds=tuple(bounds),
         width=table_width(table, positions),
     )

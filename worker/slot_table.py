@@ -97,6 +97,11 @@ class SlotTable:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._slots
 
+    @property
+    def plane_tables(self) -> Tensor:
+        """The tables as [slots * planes, width], a view: row slot * planes + plane."""
+        return self.tables.flatten(0, 1)
+
     def keys(self) -> tuple[RequestKey, ...]:
         """The live requests."""
         return tuple(self._slots)

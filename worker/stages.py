@@ -16,6 +16,7 @@ from worker.batch import column, decode_rows, prefill_rows, table_width
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
 from worker.sampling.sampler import sample
+from worker.seats import commit_seats, gather_seats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
-    from worker.attention.backend import AttentionBackend
+    from worker.attention.backend import AttentionBackend, PackedChunks
+    from worker.graphs import LoopGraphs, PrefillGraphs
     from worker.kv_storage import KVStorage
     from worker.models.base import LoopedModel
     from worker.row_record import SamplingKind
@@ -45,6 +47,8 @@ class Device:
     storage: KVStorage
     attention: AttentionBackend
     device: torch.device
+    loop_graphs: LoopGraphs | None = None
+    prefill_graphs: PrefillGraphs | None = None
 
 
 def run_prefill(
@@ -72,10 +76,20 @@ def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> 
     """A whole chunk at each depth before the next; final hidden states [chunks, hidden_size]."""
     rows = prefill_rows(on.slots, batch, slots, on.device)
     hidden = on.model.embed(rows.tokens)
-    for depth in range(on.model.profile.max_loops):
-        attend = paged_attention(on.attention, on.storage, rows.at_depth(on.slots, depth))
-        hidden = on.model.loop(hidden, rows.positions, attend)
+    if on.prefill_graphs is not None and on.prefill_graphs.fits(len(hidden), len(slots)):
+        next_depth = on.prefill_graphs.begin(hidden, rows)
+        for _ in range(on.model.profile.max_loops):
+            hidden = next_depth()
+    else:
+        for depth in range(on.model.profile.max_loops):
+            hidden = loop_chunks(on, hidden, rows.at_depth(on.slots, depth))
     return hidden[column([bound - 1 for bound in rows.bounds[1:]], on.device)]
+
+
+def loop_chunks(on: Device, hidden: Tensor, chunks: PackedChunks) -> Tensor:
+    """One loop of prompt chunks at their depth: hidden states [N, H] -> [N, H]."""
+    attend = paged_attention(on.attention, on.storage, chunks)
+    return on.model.loop(hidden, chunks.positions, attend)
 
 
 def _prefill_by_position(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
@@ -116,6 +130,8 @@ def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
 
 def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Tensor:
     """One loop a row, at the position and depth that its slot tells; survivals float32 [N]."""
+    if on.loop_graphs is not None and on.loop_graphs.fits(len(slots)):
+        return on.loop_graphs.replay(slots)
     return loop_seats(on, column(slots, on.device), table_width(on.slots, batch.positions))
 
 
@@ -127,15 +143,10 @@ def loop_seats(on: Device, seats: Tensor, width: int) -> Tensor:
 
     s <- f32(s * f32(1 - hazard)), as protocol/exit_rule.py states it.
     """
-    slots = on.slots
-    rows = decode_rows(slots, seats, slots.position[seats], slots.loops[seats], width)
+    hidden, rows = gather_seats(on.slots, seats, width)
     attend = paged_attention(on.attention, on.storage, rows)
-    hidden = on.model.loop(slots.hidden[seats], rows.positions, attend)
-    survivals = slots.survival[seats] * (1.0 - on.model.hazards(hidden))
-    slots.hidden[seats] = hidden
-    slots.survival[seats] = survivals
-    slots.loops[seats] += 1
-    return survivals
+    hidden = on.model.loop(hidden, rows.positions, attend)
+    return commit_seats(on.slots, seats, hidden, on.model.hazards(hidden))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -11,7 +13,16 @@ from protocol.errors import ConfigError
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.layout import Layout
 from protocol.profile import WorkerProfile
-from worker.attention.torch_backend import TorchAttention
+from worker.attention.choice import choose_attention
+from worker.graphs import (
+    ROW_BUCKETS,
+    TOKEN_BUCKETS,
+    Capture,
+    LoopGraphs,
+    PrefillGraphs,
+    buckets_up_to,
+    most_rows,
+)
 from worker.kv_storage import KVStorage
 from worker.memory import plan_memory
 from worker.model_runner import ModelRunner
@@ -20,7 +31,7 @@ from worker.readback import ReadbackPool
 from worker.sampling.adjustments import LogitAdjuster
 from worker.slot_table import SlotTable
 from worker.snapshot import snapshot_room
-from worker.stages import Device
+from worker.stages import Device, loop_chunks, loop_seats
 
 if TYPE_CHECKING:
     from protocol.config import WorkerSettings
@@ -111,7 +122,12 @@ class Worker:
             layout=layout,
             snapshots=snapshot_room(settings.snapshot_bytes, slots, model),
         )
-        on = Device(model, slots, storage, TorchAttention(), device)
+        attention = choose_attention(
+            settings.attention, model, most_rows(settings.num_slots), device
+        )
+        on = Device(model, slots, storage, attention, device)
+        if settings.cuda_graphs:
+            on = with_graphs(on, settings.num_slots, settings.max_step_tokens)
         runner = ModelRunner(on, profile.snapshots)
         readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
         return cls(profile, runner, readback, storage)
@@ -139,6 +155,30 @@ def open_storage(
             f"{memory.num_blocks} KV blocks ({memory.source}) of {memory.block_bytes} bytes do not "
             f"fit on {device}: lower cache.num_blocks or cache.kv_bytes"
         ) from error
+
+
+def with_graphs(on: Device, rows: int, tokens: int) -> Device:
+    """The same with graphs for decode and prefill batches of these sizes, where that can be done.
+
+    The layout SHARED prefills token by token, without.
+    """
+    if on.device.type != "cuda" or not on.attention.abilities.device_metadata:
+        return on
+    slots, width, capture = on.slots, on.slots.tables.shape[2], Capture(on.device)
+    loops = LoopGraphs(
+        capture,
+        lambda seats: loop_seats(on, seats, width),
+        buckets_up_to(ROW_BUCKETS, rows),
+        slots.trash,
+        on.device,
+    )
+    prefills = None
+    if slots.planes == on.model.profile.max_loops:
+        prefills = PrefillGraphs(
+            capture, partial(loop_chunks, on), slots, buckets_up_to(TOKEN_BUCKETS, tokens)
+        )
+    logger.info("%s and %s take %d bytes", loops, prefills, capture.num_bytes)
+    return replace(on, loop_graphs=loops, prefill_graphs=prefills)
 
 
 def resolve_device(name: str) -> torch.device:

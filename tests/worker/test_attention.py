@@ -10,6 +10,7 @@ import torch
 from worker.attention.backend import PackedChunks, PagedRows, paged_attention
 from worker.attention.torch_backend import TorchAttention
 from worker.kv_storage import KEYS, VALUES, KVStorage
+from worker.models.layers import Rotary, inverse_frequencies, rotary_tables
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 2, 8, 4, 40
 LAYER = 1
@@ -55,8 +56,7 @@ def dense(
 def decode_rows(tables: torch.Tensor, lengths: list[int]) -> PagedRows:
     length = torch.tensor(lengths)
     position = (length - 1).clamp(min=0)
-    blocks = tables.gather(1, position[:, None] // BLOCK_SIZE)[:, 0]
-    return PagedRows(position, blocks, position % BLOCK_SIZE, tables, length)
+    return PagedRows(position, tables, torch.arange(len(lengths)), BLOCK_SIZE, length)
 
 
 def packed(tables: torch.Tensor, chunks: list[tuple[int, int]]) -> PackedChunks:
@@ -65,11 +65,13 @@ def packed(tables: torch.Tensor, chunks: list[tuple[int, int]]) -> PackedChunks:
     owners = torch.tensor([c for c, (_, count) in enumerate(chunks) for _ in range(count)])
     return PackedChunks(
         positions=positions,
-        blocks=tables[owners, positions // BLOCK_SIZE],
-        offsets=positions % BLOCK_SIZE,
         tables=tables,
+        table_rows=owners,
+        block_size=BLOCK_SIZE,
+        chunk_rows=torch.arange(len(chunks)),
         lengths=torch.tensor([start + count for start, count in chunks]),
         bounds=(0, *accumulate(count for _, count in chunks)),
+        edges=torch.tensor([0, *accumulate(count for _, count in chunks)]),
     )
 
 
@@ -179,8 +181,8 @@ def test_empty_batches_are_legal() -> None:
     storage, query = filled_storage(), torch.empty(0, 4, HEAD_DIM)
     none = torch.empty(0, dtype=torch.int64)
     tables = torch.empty(0, 3, dtype=torch.int64)
-    rows = PagedRows(none, none, none, tables, none)
-    chunks = PackedChunks(none, none, none, tables, none, (0,))
+    rows = PagedRows(none, tables, none, BLOCK_SIZE, none)
+    chunks = PackedChunks(none, tables, none, BLOCK_SIZE, none, none, torch.tensor([0]), (0,))
     assert TorchAttention().decode(query, storage, LAYER, rows).shape == query.shape
     assert TorchAttention().prefill(query, storage, LAYER, chunks).shape == query.shape
 
@@ -189,11 +191,12 @@ def test_empty_batches_are_legal() -> None:
 def test_the_rows_own_kv_is_written_before_it_is_read(kind: str) -> None:
     storage, tables = filled_storage(), shuffled_tables(2, 2)
     metadata = decode_rows(tables, [3, 6]) if kind == "decode" else packed(tables, [(2, 1), (5, 1)])
-    query, key, value = torch.randn(
-        3, 2, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9)
-    )
+    qkv = torch.randn(2, 3 * KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+    frequencies = inverse_frequencies(10000.0, HEAD_DIM, torch.device("cpu"))
+    rotary = Rotary(*rotary_tables(metadata.positions, frequencies, torch.float32))
     other_layer = storage.layer(0).clone()
-    output = paged_attention(TorchAttention(), storage, metadata)(LAYER, query, key, value)
+    output = paged_attention(TorchAttention(), storage, metadata)(LAYER, qkv, rotary)
+    query, key, value = rotary(qkv[:, :2]), rotary(qkv[:, 2:4]), qkv[:, 4:]
     assert torch.equal(history(storage, tables[0], 3, KEYS)[2], key[0].double())
     assert torch.equal(history(storage, tables[1], 6, VALUES)[5], value[1].double())
     torch.testing.assert_close(output[0], dense(query[0], storage, tables[0], 3))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from worker.models.layers import Rotary
+
 TOKENS = [11, 3, 96, 0, 3, 42, 17, 8, 55, 23, 60, 1, 2]
 
 
@@ -177,10 +179,10 @@ def test_rotary_angles_stay_exact_in_bfloat16() -> None:
     model = build(values, torch.bfloat16)
     seen = []
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
         if layer == 0:
-            seen.append(query)
-        return torch.zeros_like(query)
+            seen.append(rotary(qkv[:, :4]))
+        return torch.zeros_like(qkv[:, :4])
 
     hidden = model.embed(torch.tensor([7, 7]))
     model.loop(hidden, torch.tensor([1000, 1001]), attend)
@@ -190,7 +192,7 @@ def test_rotary_angles_stay_exact_in_bfloat16() -> None:
 def test_an_empty_batch_runs() -> None:
     model = build(config_values())
     none = torch.empty(0, dtype=torch.int64)
-    hidden = model.loop(model.embed(none), none, lambda layer, query, key, value: query)
+    hidden = model.loop(model.embed(none), none, lambda layer, qkv, rotary: qkv[:, :4])
     assert model.hazards(hidden).shape == (0,)
     assert model.logits(hidden).shape == (0, 97)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -10,73 +11,121 @@ if TYPE_CHECKING:
 
     from worker.kv_storage import KVStorage
     from worker.models.base import LayerAttention
+    from worker.models.layers import Rotary
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """N single-token rows, each of its own request, depth and length. All tensors int64.
+@dataclass(frozen=True)
+class Paged:
+    """N rows of KV in pages. All tensors int64.
 
-    `positions` [N]; `blocks`, `offsets` [N] where the row's KV is written; `tables` [N, W] the
-    block table of the row's own plane, padded with the scratch block; `lengths` [N] tokens that
-    the row sees, itself included (position + 1), 0 for a padding row. What a table names beyond
-    the length is never seen.
+    `positions` [N]; `tables` [T, W] block tables and `table_rows` [N] which of them is the one of
+    the row's own request and plane. What a table names beyond a length is never seen.
     """
 
     positions: Tensor
-    blocks: Tensor
-    offsets: Tensor
     tables: Tensor
-    lengths: Tensor
+    table_rows: Tensor
+    block_size: int
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """Where each row's KV is written, [N]."""
+        return self.tables[self.table_rows, self.positions // self.block_size]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """The place of each row's KV in its block, [N]."""
+        return self.positions % self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class PackedChunks:
-    """C prompt chunks of consecutive positions, T rows in all, at one depth.
+@dataclass(frozen=True)
+class PagedRows(Paged):
+    """N single-token rows, each of its own request, depth and length.
 
-    `positions`, `blocks`, `offsets` int64 [T]; `tables` int64 [C, W], one a chunk; `lengths`
-    int64 [C], the chunk's last position + 1; `bounds` C + 1 host integers: chunk c has the rows
-    bounds[c] .. bounds[c + 1] - 1. A row sees the history before its chunk and the chunk up to
-    itself.
+    `lengths` [N] tokens that the row sees, itself included (position + 1), 0 for a padding row.
     """
 
-    positions: Tensor
-    blocks: Tensor
-    offsets: Tensor
-    tables: Tensor
     lengths: Tensor
+
+    @cached_property
+    def own_tables(self) -> Tensor:
+        """The block table of each row, [N, W]."""
+        return self.tables[self.table_rows]
+
+
+@dataclass(frozen=True)
+class PackedChunks(Paged):
+    """C prompt chunks of consecutive positions, N rows in all, at one depth.
+
+    Chunk c has the rows edges[c] .. edges[c + 1] - 1, [C + 1], the table chunk_rows[c], [C], and
+    lengths[c], its last position + 1, [C]. A row sees the history before its chunk and the chunk
+    up to itself. `bounds` are the edges on the host. Rows behind the last edge are padding: their
+    KV goes where their table says, and what comes out for them means nothing.
+    """
+
+    chunk_rows: Tensor
+    lengths: Tensor
+    edges: Tensor
     bounds: tuple[int, ...]
 
 
 class AttentionBackend(Protocol):
     """Causal attention over paged KV, with grouped query heads.
 
-    Scores and softmax are float32, scaled by head_dim^-0.5. The KV of the rows themselves is
-    already written when a backend is called. Nothing is read back to the host.
+    Scores and softmax are float32, scaled by head_dim^-0.5. Nothing is read back to the host.
     """
 
     @property
     def name(self) -> str: ...
 
+    @property
+    def abilities(self) -> Abilities: ...
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: Rotary,
+        storage: KVStorage,
+        metadata: PagedRows | PackedChunks,
+    ) -> Tensor:
+        """Rotate, write the rows' KV, attend: qkv [N, heads + 2 kv_heads, D] -> [N, heads, D]."""
+        ...
+
     def decode(self, query: Tensor, storage: KVStorage, layer: int, rows: PagedRows) -> Tensor:
-        """query [N, heads, head_dim] -> [N, heads, head_dim]; a padding row yields zeros."""
+        """Attend with rotated queries [N, heads, head_dim], their KV being written already.
+
+        A padding row yields zeros.
+        """
         ...
 
     def prefill(
         self, query: Tensor, storage: KVStorage, layer: int, chunks: PackedChunks
     ) -> Tensor:
-        """query [T, heads, head_dim] -> [T, heads, head_dim]."""
+        """The same for the rows [T, heads, head_dim] of prompt chunks."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a backend can do.
+
+    `device_metadata`: it reads tables and lengths on the device at the cost of what is seen, so a
+    captured decode serves any rows; `float32` as well as bfloat16; `packed_prefill`: all chunks of
+    a batch in one launch.
+    """
+
+    device_metadata: bool
+    float32: bool
+    packed_prefill: bool
 
 
 def paged_attention(
     backend: AttentionBackend, storage: KVStorage, metadata: PagedRows | PackedChunks
 ) -> LayerAttention:
-    """The attention of one batch: writes the rows' KV, then runs the backend over `storage`."""
+    """The attention of one batch: its backend over `storage`."""
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        storage.write(layer, metadata.blocks, metadata.offsets, key, value)
-        if isinstance(metadata, PackedChunks):
-            return backend.prefill(query, storage, layer, metadata)
-        return backend.decode(query, storage, layer, metadata)
+    def attend(layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
+        return backend.attend(layer, qkv, rotary, storage, metadata)
 
     return attend

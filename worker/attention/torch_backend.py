@@ -7,23 +7,43 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from worker.attention.backend import Abilities, PackedChunks
 from worker.kv_storage import KEYS, VALUES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from worker.attention.backend import PackedChunks, PagedRows
+    from worker.attention.backend import PagedRows
     from worker.kv_storage import KVStorage
+    from worker.models.layers import Rotary
 
 
 class TorchAttention:
     """Gathers the pages of each row or chunk, then attends densely under a mask. Stateless."""
 
     name = "torch"
+    abilities = Abilities(device_metadata=False, float32=True, packed_prefill=False)
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: Rotary,
+        storage: KVStorage,
+        metadata: PagedRows | PackedChunks,
+    ) -> Tensor:
+        """Rotate, write the rows' KV, attend: qkv [N, heads + 2 kv_heads, D] -> [N, heads, D]."""
+        kv_heads = storage.layer(layer).shape[2]
+        parts = [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
+        query, key, value = torch.split(qkv, parts, dim=1)
+        storage.write(layer, metadata.blocks, metadata.offsets, rotary(key), value)
+        if isinstance(metadata, PackedChunks):
+            return self.prefill(rotary(query), storage, layer, metadata)
+        return self.decode(rotary(query), storage, layer, metadata)
 
     def decode(self, query: Tensor, storage: KVStorage, layer: int, rows: PagedRows) -> Tensor:
         """query [N, heads, head_dim] -> [N, heads, head_dim]; a padding row yields zeros."""
-        key, value = _gather(storage.layer(layer), rows.tables)
+        key, value = _gather(storage.layer(layer), rows.own_tables)
         seen = _columns(key) < rows.lengths[:, None]
         return _attend(query[:, None], key, value, seen[:, None])[:, 0]
 
@@ -31,10 +51,10 @@ class TorchAttention:
         self, query: Tensor, storage: KVStorage, layer: int, chunks: PackedChunks
     ) -> Tensor:
         """query [T, heads, head_dim] -> [T, heads, head_dim], one chunk after the other."""
-        pages = storage.layer(layer)
+        pages, tables = storage.layer(layer), chunks.tables[chunks.chunk_rows]
         outputs = [torch.empty_like(query[:0])]
         for chunk, (first, end) in enumerate(pairwise(chunks.bounds)):
-            key, value = _gather(pages, chunks.tables[chunk : chunk + 1])
+            key, value = _gather(pages, tables[chunk : chunk + 1])
             seen = _columns(key) <= chunks.positions[first:end, None]
             outputs.append(_attend(query[None, first:end], key, value, seen[None])[0])
         return torch.cat(outputs)

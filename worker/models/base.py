@@ -9,16 +9,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.profile import ModelProfile
+    from worker.models.layers import Rotary
 
 
 class LayerAttention(Protocol):
     """Attention of one batch at every layer; knows where each row's KV lies."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the KV of these rows, then attend over the history that each row may see.
+    def __call__(self, layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
+        """Rotate, write the KV of these rows, attend over the history that each row may see.
 
-        query [N, heads, head_dim], key and value [N, kv_heads, head_dim], all after rotary.
-        Returns [N, heads, head_dim] in the query's dtype.
+        qkv [N, heads + 2 kv_heads, head_dim]: queries, keys and values, none of them rotated yet.
+        Returns [N, heads, head_dim] in the same dtype.
         """
         ...
 
@@ -35,6 +36,8 @@ class LoopedModel(Protocol):
     def profile(self) -> ModelProfile: ...
     @property
     def num_layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
     @property

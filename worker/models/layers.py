@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,18 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotations of one loop, which all layers share: rotary_tables of its rows."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, heads, head_dim], rotated."""
+        return rotate(x, self.cosine, self.sine)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -13,13 +13,15 @@ import torch
 from torch.nn import functional
 
 from protocol.profile import ModelProfile
-from worker.models.layers import inverse_frequencies, rms_norm, rotary_tables, rotate, swiglu
+from worker.models.layers import inverse_frequencies
+from worker.models.loop_kernels import loop_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from worker.models.base import LayerAttention
     from worker.models.config import OuroConfig
+    from worker.models.loop_kernels import LoopKernels
 
 
 def tensor_shapes(config: OuroConfig) -> dict[str, tuple[int, ...]]:
@@ -96,12 +98,17 @@ class OuroModel:
     """An Ouro checkpoint on one device; immutable once built. See LoopedModel for the verbs."""
 
     def __init__(
-        self, config: OuroConfig, weights: dict[str, Tensor], name: str, fingerprint: str
+        self,
+        config: OuroConfig,
+        weights: dict[str, Tensor],
+        name: str,
+        fingerprint: str,
+        kernels: LoopKernels | None = None,
     ) -> None:
         """Build from tensors named and shaped as `tensor_shapes` says, all of one dtype.
 
         Takes the tensors out of `weights`, so that a layer's separate projections are freed as
-        soon as they are fused.
+        soon as they are fused. `kernels` None takes the fastest for the device.
         """
         self.profile = ModelProfile(
             name=name,
@@ -117,7 +124,7 @@ class OuroModel:
         self.head_dim = config.head_dim
         self.hidden_size = config.hidden_size
         self._eps = config.rms_norm_eps
-        self._heads = config.num_attention_heads
+        self.heads = config.num_attention_heads
         self._embedding = weights.pop("model.embed_tokens.weight")
         self._norm = weights.pop("model.norm.weight")
         self._gate = weights.pop("model.early_exit_gate.weight")
@@ -128,6 +135,10 @@ class OuroModel:
         self.dtype = self._embedding.dtype
         self.device = self._embedding.device
         self._frequencies = inverse_frequencies(config.rope_theta, self.head_dim, self.device)
+        self._kernels = loop_kernels(self.device) if kernels is None else kernels
+        # The norm of whoever reads a layer's sum: the next layer, or the end of the loop.
+        norms = [layer.attention_norm for layer in self._layers[1:]]
+        self._next_norms = [*norms, self._norm]
 
     def __repr__(self) -> str:
         return f"OuroModel({self.profile.name}, {self.num_layers} layers, {self.dtype})"
@@ -142,35 +153,25 @@ class OuroModel:
         The final norm belongs to the loop: what it returns feeds the next loop, the gate and the
         head alike. A token keeps its position at every depth.
         """
-        cosine, sine = rotary_tables(positions, self._frequencies, self.dtype)
-        for index, layer in enumerate(self._layers):
-            x = rms_norm(hidden, layer.attention_norm, self._eps)
-            x = self._attention(index, layer, x, cosine, sine, attend)
-            hidden = hidden + rms_norm(x, layer.attention_output_norm, self._eps)
-            x = rms_norm(hidden, layer.mlp_norm, self._eps)
-            x = functional.linear(swiglu(functional.linear(x, layer.gate_up)), layer.down)
-            hidden = hidden + rms_norm(x, layer.mlp_output_norm, self._eps)
-        return rms_norm(hidden, self._norm, self._eps)
-
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        attend: LayerAttention,
-    ) -> Tensor:
-        rows, parts = x.shape[0], [self._heads, self.kv_heads, self.kv_heads]
-        qkv = functional.linear(x, layer.qkv).view(rows, sum(parts), self.head_dim)
-        query, key, value = torch.split(qkv, parts, dim=1)
-        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        context = attend(index, query, key, value)
-        return functional.linear(context.reshape(rows, self._heads * self.head_dim), layer.output)
+        kernels, eps = self._kernels, self._eps
+        heads = (hidden.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        rotary = kernels.rotary(positions, self._frequencies, self.dtype)
+        x = kernels.norm(hidden, self._layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(
+            zip(self._layers, self._next_norms, strict=True)
+        ):
+            context = attend(index, kernels.linear(x, layer.qkv).view(heads), rotary)
+            branch = kernels.branch(context.flatten(1), layer.output)
+            hidden, x = kernels.residual_norm(
+                hidden, branch, layer.attention_output_norm, layer.mlp_norm, eps
+            )
+            branch = kernels.branch(kernels.gated(x, layer.gate_up), layer.down)
+            hidden, x = kernels.residual_norm(hidden, branch, layer.mlp_output_norm, next_norm, eps)
+        return x
 
     def hazards(self, hidden: Tensor) -> Tensor:
-        """sigmoid(gate . hidden + bias) as float32 [N]; the product is in the model's dtype."""
-        return functional.linear(hidden, self._gate, self._gate_bias).squeeze(-1).float().sigmoid()
+        """sigmoid(gate . hidden + bias) as float32 [N], computed in float32."""
+        return self._kernels.hazards(hidden, self._gate, self._gate_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits, float32 [N, vocab_size]; `hidden` is already normalised."""

@@ -1,0 +1,1 @@
+"""Triton kernels, shape-generic, with the launch of each; imported only where CUDA is used."""
