@@ -47,7 +47,8 @@ def table(figures: Sequence[Figure]) -> str:
         goal = ""
         if figure.goal is not None:
             goal = f"  goal < {figure.goal:g}: {'met' if figure.met else 'MISSED'}"
-        lines.append(f"{figure.name:<{width}}  {figure.value:>10.1f} {figure.unit}{goal}")
+        digits = 3 if figure.unit in ("ms", "TB/s") else 1
+        lines.append(f"{figure.name:<{width}}  {figure.value:>10.{digits}f} {figure.unit}{goal}")
     return "\n".join(lines)
 
 
