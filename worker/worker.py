@@ -74,6 +74,8 @@ class Worker:
         for a checkpoint that cannot be served.
         """
         device = resolve_device(settings.device)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # kernels are launched on the thread's own device
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         directory = resolve_model(settings.model)

@@ -24,7 +24,8 @@ MOST_ROWS = 128
 LINEAR = Tiling(columns=64, inner=128, stages=5, warps=4)
 NARROW_GATED = Tiling(columns=32, inner=128, stages=4, warps=4)
 WIDE_GATED = Tiling(columns=64, inner=64, stages=5, warps=8)
-BRANCH = Tiling(columns=64, inner=128, stages=4, warps=4, parts=4)
+BRANCH = Tiling(columns=64, inner=128, stages=5, warps=4, parts=4)
+WIDE_BRANCH = Tiling(columns=64, inner=128, stages=4, warps=4, parts=4)
 """Tilings that were the fastest for the shapes of Ouro-1.4B on an H200."""
 
 
@@ -69,7 +70,8 @@ class TritonLoopKernels:
             return skinny.gemv(
                 x, weight, gated=False, columns=2 if long else 4, warps=8 if long else 4
             )
-        return skinny.skinny(x, weight, BRANCH, gated=False)
+        tiling = BRANCH if x.shape[0] <= FEW_ROWS else WIDE_BRANCH
+        return skinny.skinny(x, weight, tiling, gated=False)
 
     def residual_norm(
         self, hidden: Tensor, branch: Tensor, branch_weight: Tensor, next_weight: Tensor, eps: float
