@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value; `goal` is the largest that is good, and `met` says whether it is."""
+    """One measured value; `met` says whether it is good.
+
+    That is below `goal`, or, where it has to be `at_least` so much, not below it.
+    """
 
     name: str
     value: float
     unit: str
     goal: float | None = None
+    at_least: bool = False
 
     @property
     def met(self) -> bool | None:
         """Whether the goal is met; None without one."""
-        return None if self.goal is None else self.value < self.goal
+        return None if self.goal is None else (self.value < self.goal) is not self.at_least
 
 
 def machine() -> dict[str, object]:
@@ -46,7 +50,8 @@ def table(figures: Sequence[Figure]) -> str:
     for figure in figures:
         goal = ""
         if figure.goal is not None:
-            goal = f"  goal < {figure.goal:g}: {'met' if figure.met else 'MISSED'}"
+            sign = ">=" if figure.at_least else "<"
+            goal = f"  goal {sign} {figure.goal:g}: {'met' if figure.met else 'MISSED'}"
         digits = 3 if figure.unit in ("ms", "TB/s") else 1
         lines.append(f"{figure.name:<{width}}  {figure.value:>10.{digits}f} {figure.unit}{goal}")
     return "\n".join(lines)
@@ -54,7 +59,8 @@ def table(figures: Sequence[Figure]) -> str:
 
 def write_json(path: Path, benchmark: str, figures: Sequence[Figure]) -> None:
     """Write the figures with the machine that they were measured on."""
-    results = [asdict(figure) | {"met": figure.met} for figure in figures]
+    names = ("name", "value", "unit", "goal", "met")
+    results = [{name: getattr(figure, name) for name in names} for figure in figures]
     report = {"benchmark": benchmark, "machine": machine(), "results": results}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

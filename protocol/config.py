@@ -65,7 +65,8 @@ class WorkerSettings(Settings):
 
     `device` "auto" is cuda where there is one, else cpu. `num_threads` bounds the CPU threads of
     one worker; None leaves torch's choice. `snapshot_bytes` bounds the host memory that suspended
-    requests take; 0 keeps none of them.
+    requests take; 0 keeps none of them. `max_ticks` is the most loops that it runs by itself in one
+    plan; with 0 the scheduler plans each.
 
     `attention` "auto" takes the best backend that the device and the model allow; another choice
     is taken or refused. `cuda_graphs` captures the loop of decoding rows when the worker starts,
@@ -81,6 +82,7 @@ class WorkerSettings(Settings):
     snapshot_bytes: Annotated[int, Field(strict=True, ge=0)] = 256 * 2**20
     attention: AttentionName = "auto"
     cuda_graphs: Annotated[bool, Field(strict=True)] = True
+    max_ticks: Annotated[int, Field(strict=True, ge=0)] = 256
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -189,7 +189,8 @@ class CodaBatch:
             raise ValueError("coda: an exit depth is at least 1")
 
 
-Step: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch | ResidentBatch
+StagedStep: TypeAlias = PrefillBatch | PreludeBatch | RecurrentBatch | CodaBatch
+Step: TypeAlias = StagedStep | ResidentBatch
 
 
 @dataclass(frozen=True, slots=True)

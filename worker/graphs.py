@@ -121,14 +121,30 @@ class LoopGraphs:
         """Whether there is a graph for so many rows."""
         return 0 < rows <= self._sizes[-1]
 
+    def bucket_of(self, rows: int) -> int:
+        """The rows of the smallest graph that holds so many."""
+        return next(size for size in self._sizes if size >= rows)
+
+    def seats_of(self, bucket: int) -> Tensor:
+        """The seats int64 [bucket] that `launch` reads."""
+        return self._graphs[bucket][1]
+
+    def launch(self, bucket: int) -> Tensor:
+        """One loop of the seats of a bucket; survivals float32 [bucket]."""
+        graph, _, survivals = self._graphs[bucket]
+        graph.replay()
+        return survivals
+
     def replay(self, slots: Sequence[int]) -> Tensor:
         """One loop of these slots, in the smallest graph that holds them; survivals float32 [N]."""
-        bucket = next(size for size in self._sizes if size >= len(slots))
-        graph, seats, survivals = self._graphs[bucket]
-        padding = [self._trash] * (bucket - len(slots))
-        seats.copy_(column([*slots, *padding], self._device), non_blocking=True)
-        graph.replay()
-        return survivals[: len(slots)]
+        return self.replay_seats(column(slots, self._device))
+
+    def replay_seats(self, slots: Tensor) -> Tensor:
+        """The same for slots int64 [N] on the device."""
+        count = len(slots)
+        bucket = self.bucket_of(count)
+        self.seats_of(bucket).fill_(self._trash)[:count] = slots
+        return self.launch(bucket)[:count]
 
 
 @dataclass(frozen=True, slots=True)

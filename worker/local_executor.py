@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from protocol.config import WorkerSettings
     from protocol.plan import ExecutionPlan
     from protocol.profile import WorkerProfile
+    from worker.readback import ReadbackLease
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class LocalExecutor:
         self._order = PlanOrder(epoch)
         self._done_seq = 0
         self._running = False
+        self._news = 0
         self._closed = False
         self._lost: str | None = None
         self._opened: Future[Worker] = Future()
@@ -100,8 +102,8 @@ class LocalExecutor:
             self._order.take(plan, self._worker.profile)
             lease = self._worker.readback.lease()
             future: Future[PlanOutcome] = Future()
-            runner = self._worker.runner
-            self._queue.put(_Task(lambda: runner.execute(plan, lease), future, plan.seq))
+            self._news += _changes(plan)
+            self._queue.put(_Task(lambda: self._execute(plan, lease), future, plan.seq))
 
         def give_back() -> None:
             with self._lock:
@@ -159,6 +161,15 @@ class LocalExecutor:
         if self._lost is not None:
             raise WorkerLostError(self._lost)
 
+    def _execute(self, plan: ExecutionPlan, lease: ReadbackLease) -> PlanOutcome:
+        with self._lock:
+            self._news -= _changes(plan)
+        return self._worker.runner.execute(plan, lease, self._has_news)
+
+    def _has_news(self) -> bool:
+        """Whether a plan that changes something waits, or nobody will want what is running."""
+        return self._news > 0 or self._closed
+
     def _reset(self) -> None:
         self._worker.runner.reset()
         self._done_seq = 0
@@ -195,6 +206,11 @@ class LocalExecutor:
             task.future.set_result(value)
         finally:
             self._running = False
+
+
+def _changes(plan: ExecutionPlan) -> bool:
+    """Whether a plan does more than go on with what is there, so that ticks make way for it."""
+    return bool(plan.releases or plan.suspends or plan.resumes or plan.admits or plan.grants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from worker.outcome import (
     read_tokens,
     select_rows,
 )
+from worker.resident import run_ticks
 from worker.snapshot import SuspendedRows
 from worker.stages import run_coda, run_prefill, run_prelude, run_recurrent
 
@@ -32,13 +33,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from protocol.identity import RequestKey
-    from protocol.plan import Admission, ExecutionPlan, Fork, Resume, Step
+    from protocol.plan import Admission, ExecutionPlan, Fork, Resume, StagedStep, Step
     from protocol.snapshot import SnapshotRoom
     from worker.outcome import StepReader
     from worker.readback import ReadbackLease
     from worker.stages import Device
+    from worker.tick_graphs import TickGraphs
 
 logger = logging.getLogger(__name__)
+
+
+def _never() -> bool:
+    return False
 
 
 class ModelRunner:
@@ -48,18 +54,30 @@ class ModelRunner:
     it skips it and reports it again, until it is released.
     """
 
-    def __init__(self, device: Device, snapshots: SnapshotRoom = NO_SNAPSHOTS) -> None:
+    def __init__(
+        self,
+        device: Device,
+        snapshots: SnapshotRoom = NO_SNAPSHOTS,
+        tick_graphs: TickGraphs | None = None,
+    ) -> None:
         self._on = device
+        self._tick_graphs = tick_graphs
         self.suspended = SuspendedRows(device, snapshots)
         self._failed: dict[RequestKey, str] = {}
         self.steps_done = 0
+        self.ticks_done = 0
 
     def __repr__(self) -> str:
         return f"<ModelRunner {self._on.slots!r}, {len(self._failed)} failed>"
 
     @torch.inference_mode()
-    def execute(self, plan: ExecutionPlan, lease: ReadbackLease) -> PlanOutcome:
-        """Apply what changes the slots, run the steps, return once the device is done."""
+    def execute(
+        self, plan: ExecutionPlan, lease: ReadbackLease, yields: Callable[[], bool] = _never
+    ) -> PlanOutcome:
+        """Apply what changes the slots, run the steps, return once the device is done.
+
+        Resident ticks end early once `yields()`.
+        """
         outcome = PlanOutcome(plan.epoch, plan.seq)
         slots = self._on.slots
         for key in plan.releases:
@@ -78,7 +96,7 @@ class ModelRunner:
             self._apply(grant.key, outcome, partial(slots.grant, grant))
         for step in plan.steps:
             start = time.perf_counter()
-            outcome.steps.append(self._run(step, lease, outcome))
+            outcome.steps.append(self._run(step, lease, outcome, yields))
             if self._on.device.type == "cuda":
                 torch.cuda.synchronize(self._on.device)
             outcome.device_us.append(round((time.perf_counter() - start) * 1e6))
@@ -146,10 +164,14 @@ class ModelRunner:
         self._failed.update(dict.fromkeys(keys, message))
         outcome.failed.extend(FailedRow(key, message) for key in keys)
 
-    def _run(self, step: Step, lease: ReadbackLease, outcome: PlanOutcome) -> StepReader:
+    def _run(
+        self, step: Step, lease: ReadbackLease, outcome: PlanOutcome, yields: Callable[[], bool]
+    ) -> StepReader:
         batch = self._runnable(step, outcome)
         if batch.keys:
             with self._failing(batch.keys, outcome):
+                if isinstance(batch, ResidentBatch):
+                    return self._run_ticks(batch, outcome, yields)
                 return self._launch(batch, lease)
         return lambda _: EMPTY_RESULTS[type(step)]
 
@@ -165,7 +187,7 @@ class ModelRunner:
     def _advance(self, step: Step, row: int) -> None:
         self._on.slots.slot(step.keys[row]).progress.advance(step, row)
 
-    def _launch(self, batch: Step, lease: ReadbackLease) -> StepReader:
+    def _launch(self, batch: StagedStep, lease: ReadbackLease) -> StepReader:
         """Enqueue a checked batch; the reader returned makes its result once it has run."""
         live = [self._on.slots.slot(key) for key in batch.keys]
         slots = [slot.index for slot in live]
@@ -189,5 +211,12 @@ class ModelRunner:
                 return lambda failed: read_tokens(
                     batch, tokens.tolist(), read_logprobs(values, counts), failed
                 )
-            case ResidentBatch():
-                raise ProtocolError("this worker runs no resident ticks: plan single steps")
+
+    def _run_ticks(
+        self, batch: ResidentBatch, outcome: PlanOutcome, yields: Callable[[], bool]
+    ) -> StepReader:
+        rows = [self._on.slots.slot(key) for key in batch.keys]
+        # Read at once: what a later plan may do with these rows depends on where they stand.
+        result = run_ticks(self._on, self._tick_graphs, batch, rows, yields, outcome.failed)
+        self.ticks_done += result.ticks
+        return lambda _: result

@@ -13,6 +13,7 @@ import torch
 
 from protocol.errors import ProtocolError
 from protocol.row_progress import RowProgress, check_table
+from worker.resident_table import ResidentTable
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
 from worker.sampling.adjustments import Adjustments, LogitAdjuster, adjustment_columns
 
@@ -40,7 +41,8 @@ class SlotTable:
     position int64 [slots] of the token in work and loops int64 [slots] that it has run, as the
     stages leave them; tables int64 [slots, planes, width]; prompt int64 [slots, max_positions];
     temperature and top_p float32, top_k int64 [slots]; rng_words int64 [slots, 3] (key low, key
-    high, stream); bias, counts, marks and penalties those of the `adjuster`.
+    high, stream); bias, counts, marks and penalties those of the `adjuster`. `resident` has what
+    follows from all that for requests which the device decides about.
 
     Every column has one row more than there are slots: `trash`, which belongs to nobody, has only
     the scratch block in its tables, and is where the padding rows of a batch read and write.
@@ -82,6 +84,7 @@ class SlotTable:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.top_k = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.rng_words = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        self.resident = ResidentTable(rows, max_positions, device)
         self.adjuster = LogitAdjuster(rows, vocab_size, device)
         self.bias = self.adjuster.bias
         self.counts = self.adjuster.counts
@@ -150,6 +153,7 @@ class SlotTable:
         self.tables[index, :, : len(tables[0])] = torch.tensor(tables)
         for name, value in record.columns():
             self._row(name, index, len(record.prompt)).copy_(value)
+        self.resident.enter(index, progress, record.sampling.adjusts.min_tokens)
 
     def record(self, key: RequestKey) -> RowRecord:
         """A copy of a request's row, on the host; its blocks are no part of it."""
@@ -177,6 +181,7 @@ class SlotTable:
         count = len(grant.tables[0])
         self.tables[slot.index, :, start : start + count] = torch.tensor(grant.tables)
         slot.progress.grant(grant.tables, self.block_size)
+        self.resident.granted[slot.index] = slot.progress.capacity
 
     def release(self, key: RequestKey) -> None:
         """Give the slot back; a request without one is ignored, since its admission failed."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from protocol.plan import NO_LOGPROBS, SLOT_TOKEN
 from protocol.rng import Purpose
 from worker.attention.backend import paged_attention
 from worker.batch import column, decode_rows, prefill_rows, table_width
+from worker.resident_table import PENDING
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
 from worker.sampling.sampler import sample
@@ -21,7 +24,6 @@ from worker.seats import commit_seats, gather_seats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
     from protocol.plan import CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
@@ -70,6 +72,7 @@ def run_prefill(
         on.slots.hidden[slot] = hidden[column(ended, on.device)]
         on.slots.position[slot] = column(ends, on.device)
         on.slots.loops[slot] = on.model.profile.max_loops
+        on.slots.resident.state[slot] = PENDING
 
 
 def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
@@ -164,24 +167,12 @@ def run_coda(
 
     The token also stays in the slot, so the next PRELUDE need not wait for the host.
     """
-    finalize(on, batch, slots)
     slot = column(slots, on.device)
-    counters = column(batch.output_indices, on.device)
-    words = on.slots.rng_words[slot]
-    uniforms = uniform(words, Purpose.SAMPLE, counters)
+    finalize(on, slot)
     logits = on.model.logits(on.slots.hidden[slot])
     adjusts = [kind.adjusts for kind in kinds]
     on.slots.adjuster.adjust(logits, slots, batch.output_indices, adjusts)
-    tokens = sample(
-        logits,
-        temperature=on.slots.temperature[slot],
-        top_p=on.slots.top_p[slot],
-        top_k=on.slots.top_k[slot],
-        uniforms=uniforms,
-        any_random=any(kind.random for kind in kinds),
-        any_top_k=any(kind.random and kind.top_k for kind in kinds),
-        any_top_p=any(kind.random and kind.top_p for kind in kinds),
-    )
+    tokens = draw(on, logits, slot, column(batch.output_indices, on.device), kinds)
     on.slots.token[slot] = tokens
     on.slots.adjuster.count(tokens, slots, adjusts)
     return Sampled(
@@ -200,27 +191,55 @@ def _logprobs(
     return token_logprobs(logits[rows], tokens[rows], alternatives=max(counts) > 0)
 
 
-def finalize(on: Device, batch: CodaBatch, slots: Sequence[int]) -> None:
-    """Copy each position's KV from its exit plane into every deeper plane (LAST_EXITED).
+def draw(
+    on: Device, logits: Tensor, seats: Tensor, counters: Tensor, kinds: Sequence[SamplingKind]
+) -> Tensor:
+    """One token int64 [N] of the slots int64 [N], each by its own parameters.
+
+    `counters` int64 [N] are output indices; `kinds` those of at least all these rows: a batch does
+    what any of them needs.
+    """
+    random = [kind for kind in kinds if kind.random]
+    uniforms = uniform(on.slots.rng_words[seats], Purpose.SAMPLE, counters) if random else None
+    return sample(
+        logits,
+        temperature=on.slots.temperature[seats],
+        top_p=on.slots.top_p[seats],
+        top_k=on.slots.top_k[seats],
+        uniforms=uniforms,
+        any_random=bool(random),
+        any_top_k=any(kind.top_k for kind in random),
+        any_top_p=any(kind.top_p for kind in random),
+    )
+
+
+def finalize(on: Device, seats: Tensor) -> None:
+    """Copy the KV of each slot's token from its exit plane into every deeper one (LAST_EXITED).
 
     With one plane (SHARED) there is none deeper.
     Example: 4 planes, exit depth 2 -> plane 1 is copied to planes 2 and 3; exit depth 4 copies
     nothing.
     """
-    rows = zip(slots, batch.positions, batch.exit_depths, strict=True)
-    copies = [
-        (slot, position, exit_depth - 1, target)
-        for slot, position, exit_depth in rows
-        for target in range(exit_depth, on.slots.planes)
-    ]
-    if not copies:
+    planes, table = on.slots.planes, on.slots
+    if planes == 1:
         return
-    slot, position, source, target = (
-        column(values, on.device) for values in zip(*copies, strict=True)
-    )
-    page = position // on.slots.block_size
+    if seats.is_cuda:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.kernels.finalize import finalize as finalize_on_cuda
+
+        pages = on.storage.pages
+        finalize_on_cuda(seats, table.position, table.loops, table.tables, pages, table.trash)
+        return
+    depths = torch.arange(planes, device=on.device)
+    is_deeper = (depths >= table.loops[seats][:, None]) & (seats != table.trash)[:, None]
+    row, target = is_deeper.nonzero(as_tuple=True)
+    if not len(row):
+        return
+    slot = seats[row]
+    position = table.position[slot]
+    page = position // table.block_size
     on.storage.copy_tokens(
-        on.slots.tables[slot, source, page],
-        on.slots.tables[slot, target, page],
-        position % on.slots.block_size,
+        table.tables[slot, table.loops[slot] - 1, page],
+        table.tables[slot, target, page],
+        position % table.block_size,
     )

@@ -32,6 +32,7 @@ from worker.sampling.adjustments import LogitAdjuster
 from worker.slot_table import SlotTable
 from worker.snapshot import snapshot_room
 from worker.stages import Device, loop_chunks, loop_seats
+from worker.tick_graphs import TickGraphs
 
 if TYPE_CHECKING:
     from protocol.config import WorkerSettings
@@ -123,6 +124,7 @@ class Worker:
             max_step_tokens=settings.max_step_tokens,
             layout=layout,
             snapshots=snapshot_room(settings.snapshot_bytes, slots, model),
+            max_ticks=settings.max_ticks,
         )
         attention = choose_attention(
             settings.attention, model, most_rows(settings.num_slots), device
@@ -130,7 +132,8 @@ class Worker:
         on = Device(model, slots, storage, attention, device)
         if settings.cuda_graphs:
             on = with_graphs(on, settings.num_slots, settings.max_step_tokens)
-        runner = ModelRunner(on, profile.snapshots)
+        ticks = open_tick_graphs(on, settings.num_slots, settings.max_ticks)
+        runner = ModelRunner(on, profile.snapshots, ticks)
         readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
         return cls(profile, runner, readback, storage)
 
@@ -181,6 +184,17 @@ def with_graphs(on: Device, rows: int, tokens: int) -> Device:
         )
     logger.info("%s and %s take %d bytes", loops, prefills, capture.num_bytes)
     return replace(on, loop_graphs=loops, prefill_graphs=prefills)
+
+
+def open_tick_graphs(on: Device, rows: int, max_ticks: int) -> TickGraphs | None:
+    """Graphs of resident ticks for as many rows, where the loop has been captured."""
+    if on.loop_graphs is None or not max_ticks:
+        return None
+    capture = Capture(on.device)
+    buckets = buckets_up_to(ROW_BUCKETS, rows)
+    ticks = TickGraphs(capture, on, on.loop_graphs, buckets, max_ticks)
+    logger.info("%s take %d bytes", ticks, capture.num_bytes)
+    return ticks
 
 
 def resolve_device(name: str) -> torch.device:

@@ -143,6 +143,7 @@ def test_choices_that_make_room_say_the_same(
         "max_running": 3,
         "reservation": reservation,
         "prefill_chunk_size": 4,
+        "max_ticks": 1,
     }
     seed, alone = expected[7]
     answers, engine = run(worker, 7, seed, options, urgent_after)

@@ -79,6 +79,7 @@ def run(executor: LocalExecutor, epoch: int, cut: int | None) -> list[RequestOut
     """The pieces of one request that is suspended after `cut` plans, if there is a cut."""
     executor.begin_epoch(epoch, TIMEOUT)
     settings = {"policy": "priority", "preemption": True, "prefill_chunk_size": 3}
+    settings |= {"resident": False}  # one output at most a plan
     engine = Engine(SchedulerSettings.model_validate(settings))
     engine.add_lane("lane-0", epoch, executor.profile())
     params = FULL.model_copy(

@@ -46,7 +46,7 @@ class Run:
         self.plans: list[ExecutionPlan] = []
         self.outputs: list[RequestOutput] = []
         settings = {"policy": "priority", "preemption": True, "prefill_chunk_size": 2}
-        settings |= {"mode": mode, "reservation": "incremental"}
+        settings |= {"mode": mode, "reservation": "incremental", "resident": False}
         self.engine = Engine(SchedulerSettings.model_validate(settings))
         self.engine.add_lane("lane-0", Run.epochs, executor.profile())
 

@@ -126,7 +126,7 @@ def test_pressure_changes_no_answer(
     stats = run.engine.stats()
     assert stats.preemptions == stats.pressure_preemptions == stats.resumptions >= 2
     left = {key.request_id for plan in run.plans for key in plan.suspends}
-    assert {"greedy", "sampled"} <= left
+    assert len(left & {"greedy", "sampled", "full"}) >= 2
 
 
 def test_a_token_moves_to_another_slot_with_its_request(workers: Workers) -> None:

@@ -49,6 +49,24 @@ class Adjustments:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AdjustmentNeeds:
+    """Which adjustments some row of a batch needs; for the others they are neutral."""
+
+    biased: bool
+    penalized: bool
+    banned: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Adjustments]) -> Self:
+        """What these rows need together."""
+        return cls(
+            biased=any(row.biased for row in rows),
+            penalized=any(row.penalized for row in rows),
+            banned=any(row.min_tokens for row in rows),
+        )
+
+
 class LogitAdjuster:
     """Owner: SlotTable. Mutated only by: it when it places a request, and count on the device.
 
@@ -88,6 +106,23 @@ class LogitAdjuster:
         self._change(logits, slots, biased, lambda x, slot: x + self.bias[slot])
         self._change(logits, slots, penalized, self._penalize)
         self._change(logits, slots, early, self._ban)
+
+    def adjust_seats(
+        self, logits: Tensor, seats: Tensor, early: Tensor, needs: AdjustmentNeeds
+    ) -> Tensor:
+        """The same for slots int64 [N] whose rows the host does not know.
+
+        `early` bool [N] says where tokens are banned. What a row did not ask for is neutral for it:
+        a bias of 0, a repetition of 1, penalties of 0.
+        """
+        if needs.biased:
+            logits = logits + self.bias[seats]
+        if needs.penalized:
+            logits = self._penalize(logits, seats)
+        if needs.banned:
+            banned = (self.marks[seats] & _BANNED).bool() & early[:, None]
+            logits = logits.masked_fill(banned, float("-inf"))
+        return logits
 
     def count(self, tokens: Tensor, slots: Sequence[int], needs: Sequence[Adjustments]) -> None:
         """Count the sampled tokens int64 [N] of the rows whose penalties need it."""

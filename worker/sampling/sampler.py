@@ -23,7 +23,7 @@ def sample(
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
-    uniforms: Tensor,
+    uniforms: Tensor | None,
     *,
     any_random: bool = True,
     any_top_k: bool = True,
@@ -32,7 +32,7 @@ def sample(
     """One token id a row, int64 [N].
 
     logits float32 [N, V]; temperature, top_p float32 [N]; top_k int64 [N], -1 keeps all; uniforms
-    float64 [N] in [0, 1). In this order:
+    float64 [N] in [0, 1), or None where nobody draws. In this order:
 
     1. temperature 0: the largest logit, the lowest id among equals; nothing below applies;
     2. weights exp((logit - largest) / temperature);
@@ -50,7 +50,7 @@ def sample(
     above them.
     """
     greedy = logits.argmax(-1)
-    if not any_random:
+    if not any_random or uniforms is None:
         return greedy
     keys = ordered_keys(logits)
     weights = _weights(logits, temperature)

@@ -1,0 +1,233 @@
+"""Resident ticks over the slot table, in eager torch: what any faster tick must equal.
+
+Half L: the rows that are ready run one loop, and their exits are tested. Half B: those whose exit
+fired are finalized and sampled; unless they ended or have no block, their token is embedded. All
+rows of a half are one batch, whatever their depth, and a row that does not exit costs B nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from protocol.plan import NO_LOGPROBS
+from protocol.resident import RowState
+from protocol.result import FailedRow, ResidentResult
+from worker.batch import column
+from worker.boundary import boundary, embed, leaves
+from worker.outcome import NOT_A_NUMBER, read_logprobs
+from worker.resident_table import FINISHED, PARKED, PENDING, READY
+from worker.sampling.adjustments import AdjustmentNeeds
+from worker.sampling.logprobs import Logprobs, token_logprobs
+from worker.stages import loop_seats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from protocol.resident import ResidentBatch
+    from protocol.result import TokenLogprobs
+    from worker.slot_table import Slot
+    from worker.stages import Device
+    from worker.tick_graphs import TickGraphs
+
+_NONE = -1
+_STATES = {READY: RowState.READY, PARKED: RowState.PARKED, FINISHED: RowState.FINISHED}
+
+
+@dataclass(slots=True)
+class TickRecord:
+    """What the ticks of one plan leave. Owner: ResidentTicks, which alone mutates it.
+
+    tokens and exit_depths int64 [1 + max_ticks, rows], -1 where nothing was sampled; line 0 is what
+    was sampled before the first tick. failed bool [rows]: its logits were not numbers. live, exits
+    and finished count rows, one entry a tick. `logprobs` has for each sampled batch that asked for
+    any its rows int64 [n] and theirs.
+    """
+
+    tokens: Tensor
+    exit_depths: Tensor
+    failed: Tensor
+    live: list[int]
+    exits: list[Tensor]
+    finished: list[Tensor]
+    logprobs: list[tuple[Tensor, Logprobs]]
+
+
+class ResidentTicks:
+    """One batch of resident rows on the device. Owner: one ModelRunner step. Used once."""
+
+    def __init__(self, on: Device, batch: ResidentBatch, rows: Sequence[Slot]) -> None:
+        self._on = on
+        self._batch = batch
+        self._hosts = rows
+        kinds = [row.sampling for row in rows]
+        self._kinds = kinds
+        self._needs = AdjustmentNeeds.of([kind.adjusts for kind in kinds])
+        self._seats = column([row.index for row in rows], on.device)
+        self._row_of = torch.full((on.slots.trash + 1,), _NONE, device=on.device)
+        self._row_of[self._seats] = torch.arange(len(rows), device=on.device)
+        lines = (1 + batch.max_ticks, len(rows))
+        self._record = TickRecord(
+            tokens=torch.full(lines, _NONE, device=on.device),
+            exit_depths=torch.full(lines, _NONE, device=on.device),
+            failed=torch.zeros(len(rows), dtype=torch.bool, device=on.device),
+            live=[],
+            exits=[],
+            finished=[],
+            logprobs=[],
+        )
+
+    def run(self, yields: Callable[[], bool]) -> None:
+        """Run up to max_ticks ticks; stop earlier as ResidentBatch says, or when `yields()`."""
+        slots, resident = self._on.slots, self._on.slots.resident
+        seats, width = self._seats, self._width()
+        state = resident.state[seats]
+        has_room = slots.position[seats] < resident.granted[seats]
+        going_on = seats[(state == PARKED) & has_room]
+        embed(self._on, going_on)
+        resident.state[going_on] = READY
+        self._sample(seats[state == PENDING], line=0)
+        for tick in range(self._batch.max_ticks):
+            live = seats[resident.state[seats] == READY]
+            if not len(live):
+                break
+            leaving = self._loop(live, width)
+            finished = self._sample(leaving, line=1 + tick)
+            self._record.live.append(len(live))
+            self._record.exits.append(torch.tensor(len(leaving)))
+            self._record.finished.append(finished)
+            if yields() or (self._batch.yields and int(finished) > 0):
+                break
+
+    def read(self, failed: list[FailedRow]) -> ResidentResult:
+        """The result, copied to the host; see read_ticks."""
+        record = self._record
+        headers = (record.live, list(map(int, record.exits)), list(map(int, record.finished)))
+        return read_ticks(
+            self._on,
+            self._batch,
+            self._hosts,
+            (record.tokens, record.exit_depths),
+            record.failed,
+            headers,
+            failed,
+            self._read_logprobs(),
+        )
+
+    def _width(self) -> int:
+        """Blocks of a table that hold every position which this plan can reach."""
+        reach = [
+            min(row.progress.position + 1 + self._batch.max_ticks, row.progress.capacity - 1)
+            for row in self._hosts
+        ]
+        return max(reach) // self._on.slots.block_size + 1
+
+    def _loop(self, seats: Tensor, width: int) -> Tensor:
+        """One loop of these slots; those whose token leaves after it."""
+        if self._on.loop_graphs is not None and self._on.loop_graphs.fits(len(seats)):
+            self._on.loop_graphs.replay_seats(seats)
+        else:
+            loop_seats(self._on, seats, width)
+        return seats[leaves(self._on, seats)]
+
+    def _sample(self, seats: Tensor, line: int) -> Tensor:
+        """Half B of these slots; how many of their requests ended, int64 []."""
+        if not len(seats):
+            return torch.zeros((), dtype=torch.int64)
+        found = boundary(self._on, seats, self._kinds, self._needs)
+        rows = self._row_of[seats]
+        self._record.failed[rows] = found.broken
+        self._record.tokens[line, rows] = found.tokens.masked_fill(found.broken, _NONE)
+        self._record.exit_depths[line, rows] = found.exit_depths.masked_fill(found.broken, _NONE)
+        self._tell_logprobs(found.logits, found.tokens, rows)
+        return found.ends.sum()
+
+    def _tell_logprobs(self, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        counts = [kind.logprobs for kind in self._kinds]
+        if max(counts) == NO_LOGPROBS:
+            return
+        told = token_logprobs(logits, tokens, alternatives=max(counts) > 0)
+        self._record.logprobs.append((rows, told))
+
+    def _read_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """One entry an output, row after row; none at all when no row asked for any."""
+        if not self._record.logprobs:
+            return ()
+        by_row: list[list[TokenLogprobs | None]] = [[] for _ in self._hosts]
+        is_broken = self._record.failed.tolist()
+        for rows, told in self._record.logprobs:
+            order = rows.tolist()
+            counts = [self._kinds[row].logprobs for row in order]
+            asked = [index for index, count in enumerate(counts) if count != NO_LOGPROBS]
+            picked = Logprobs(told.sampled[asked], told.top_ids[asked], told.top[asked])
+            for row, one in zip(order, read_logprobs(picked, counts), strict=True):
+                by_row[row].append(one)
+        for row, broken in enumerate(is_broken):
+            if broken:  # its last output is none
+                by_row[row].pop()
+        return tuple(one for row in by_row for one in row)
+
+
+def read_ticks(
+    on: Device,
+    batch: ResidentBatch,
+    hosts: Sequence[Slot],
+    lines: tuple[Tensor, Tensor],
+    broken: Tensor,
+    headers: Sequence[Sequence[int]],
+    failed: list[FailedRow],
+    logprobs: tuple[TokenLogprobs | None, ...] = (),
+) -> ResidentResult:
+    """The result of a batch from tokens and exit depths int64 [lines, rows], -1 for none.
+
+    Moves each request's progress on. A row whose logits were not numbers goes to `failed` as well.
+    """
+    seats = column([host.index for host in hosts], on.device)
+    tokens, depths = (line.T.tolist() for line in lines)
+    loops = on.slots.loops[seats].tolist()
+    states = on.slots.resident.state[seats].tolist()
+    outputs = [tuple(token for token in row if token != _NONE) for row in tokens]
+    for host, row, loop, state in zip(hosts, outputs, loops, states, strict=True):
+        host.progress.ran(len(row), loop, finished=state == FINISHED)
+    failed += [
+        FailedRow(batch.keys[row], NOT_A_NUMBER)
+        for row, is_broken in enumerate(broken.tolist())
+        if is_broken
+    ]
+    live, exits, finished = map(tuple, headers)
+    return ResidentResult(
+        keys=batch.keys,
+        tokens=tuple(outputs),
+        exit_depths=tuple(tuple(depth for depth in row if depth != _NONE) for row in depths),
+        loops=tuple(loops),
+        states=tuple(_STATES[state] for state in states),
+        live=live,
+        exits=exits,
+        finished=finished,
+        logprobs=logprobs,
+    )
+
+
+def run_ticks(
+    on: Device,
+    graphs: TickGraphs | None,
+    batch: ResidentBatch,
+    rows: Sequence[Slot],
+    yields: Callable[[], bool],
+    failed: list[FailedRow],
+) -> ResidentResult:
+    """Run a batch in captured graphs where it fits some, else eagerly, and read what came of it."""
+    if graphs is None or not graphs.fits(batch, rows):
+        ticks = ResidentTicks(on, batch, rows)
+        ticks.run(yields)
+        return ticks.read(failed)
+    lines, count = graphs.run(batch, rows, yields)
+    tokens, depths = (line[:count, : len(rows)] for line in (lines.tokens, lines.exit_depths))
+    # Ticks that were enqueued behind the last row's end have run for nobody.
+    headers = [line for line in lines.header[1:count].tolist() if line[0]]
+    columns = [list(column) for column in zip(*headers, strict=True)] or [[], [], []]
+    return read_ticks(on, batch, rows, (tokens, depths), lines.failed[: len(rows)], columns, failed)
