@@ -127,8 +127,9 @@ class SchedulerSettings(Settings):
     the least loaded one and still be preferred for what it has cached, whatever the placement.
 
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
-    plan; one a plan while prompts of the lane are in work. Requests that need the scheduler for
-    every loop (delayed exits, tokens that wait for others, many stop tokens) do without.
+    plan, or as many as take `tick_interval` seconds: outputs come with their plan. It is one a plan
+    while prompts of the lane are in work. Requests that need the scheduler for every loop (delayed
+    exits, tokens that wait for others, many stop tokens) do without.
 
     `plans_in_flight` is how many plans a worker may have at once. A second one is only made while
     every token knows what is next without the answer to the first: with "ouro_delayed", forced
@@ -158,6 +159,7 @@ class SchedulerSettings(Settings):
     plans_in_flight: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS_IN_FLIGHT)] = 1
     resident: Annotated[bool, Field(strict=True)] = True
     max_ticks: Count = 16
+    tick_interval: Seconds = 0.05
 
     @model_validator(mode="after")
     def _check(self) -> Self:

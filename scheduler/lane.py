@@ -16,6 +16,7 @@ from scheduler.flight import PlansInFlight
 from scheduler.growth import grants_for
 from scheduler.kv_manager import KVManager
 from scheduler.opening import admission_of
+from scheduler.pace import TickPace
 from scheduler.plan_room import PlanRoom
 from scheduler.planner import StepLimits, plan_steps
 from scheduler.queues import order_of
@@ -76,6 +77,7 @@ class Lane:
         self._admissions: dict[RequestKey, Admission] = {}
         self._forks = UnsentForks(self.kv, grows=self._grows)
         self._in_flight = PlansInFlight()
+        self._pace = TickPace(settings.tick_interval, self.limits.max_ticks)
         self._seq = 0
 
     def __repr__(self) -> str:
@@ -277,7 +279,7 @@ class Lane:
         forks = self._forks.send(requests, self._room.bytes)
         if self._admissions or self.suspended:
             requests = self._room.select(requests, self._opening, forks)
-        steps = plan_steps(requests, self.limits, yields=yields)
+        steps = plan_steps(requests, self.limits, self._pace.ticks, yields=yields)
         if not (releases or suspends or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
@@ -307,7 +309,10 @@ class Lane:
 
     def take_plan(self, result: PlanResult) -> ExecutionPlan | None:
         """The plan that `result` answers, no longer in flight; None unless it is the first one."""
-        return self._in_flight.take(result)
+        plan = self._in_flight.take(result)
+        if plan is not None:
+            self._pace.note(result)
+        return plan
 
     def cache_prompts(
         self, plan: ExecutionPlan, result: PlanResult, outputs: Iterable[RequestOutput]

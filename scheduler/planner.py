@@ -62,14 +62,15 @@ class StepLimits:
 
 
 def plan_steps(
-    requests: Sequence[Request], limits: StepLimits, *, yields: bool = False
+    requests: Sequence[Request], limits: StepLimits, ticks: int, *, yields: bool = False
 ) -> tuple[Step, ...]:
     """CODA, PRELUDE, PREFILL, RECURRENT, RESIDENT, without those that have no row.
 
     Moves the requests on. Every request in the core has a row, whatever the prompts of others need.
     Rows keep the order of `requests`, which are not more than `limits.max_tokens`. A token whose
     signal is not heard has no row, nor has an output before the one ahead of it has come back, nor
-    a resident request that ends in the ticks in flight. With `yields`, ticks stop when a row ends.
+    a resident request that ends in the ticks in flight. Resident rows have `ticks` at most; with
+    `yields` they stop when a row ends.
     """
     exited, core, prompts = _rows(requests, limits)
     going_on = [request for request in exited if not request.is_last_output]
@@ -80,7 +81,7 @@ def plan_steps(
         core = [request for request in requests if request.stage is _RECURRENT]
     prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
     staged: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
-    resident = _resident(requests, limits.max_ticks, yields) if limits.max_ticks else ()
+    resident = _resident(requests, ticks, yields) if ticks else ()
     return tuple(step for step in staged if step.keys) + resident
 
 

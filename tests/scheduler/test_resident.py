@@ -176,6 +176,22 @@ def test_blocks_come_before_the_ticks_that_reach_them() -> None:
     assert bench.engine.stats().free_blocks == bench.engine.stats().total_blocks
 
 
+def test_a_plan_has_as_many_ticks_as_its_interval_has_time_for() -> None:
+    bench = bench_of(16, tick_interval=0.05)
+    bench.add("a", max_tokens=60, exit_threshold=1.0)
+    found = []
+    for tick_us in (0, 2_000, 10_000, 10_000, 500_000, 500_000, 1, 1):
+        ((lane, plan),) = bench.plan()
+        batch = plan.steps[-1]
+        assert isinstance(batch, ResidentBatch)
+        found.append(batch.max_ticks)
+        result = bench.run(lane, plan)
+        times = (0,) * (len(plan.steps) - 1) + (tick_us * batch.max_ticks,)
+        bench.apply(lane, replace(result, device_us=times))
+    # Unknown twice; then 2 ms, and with half of what is new 6, 8, 254, 377 and 189 ms.
+    assert found == [16, 16, 16, 8, 6, 1, 1, 1]
+
+
 def test_an_end_that_comes_late_leaves_inert_rows_behind() -> None:
     bench = bench_of(4, token=fixed([5, 9]), hazard=exit_after({1: 1}), plans_in_flight=2)
     bench.add("a", max_tokens=30, stop_token_ids=(9,))
