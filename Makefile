@@ -25,7 +25,7 @@ test: install ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 coverage: install ## branch coverage of the pure floors, which is to be complete
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q -m "not ray" tests/scheduler tests/protocol tests/contract tests/cluster/test_drivers.py
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q -m "not ray" tests/scheduler tests/protocol tests/contract tests/cluster/test_drivers.py tests/cluster/test_async_driver.py
 	$(BIN)/coverage report
 
 check: install ## formatting, lint, types, import directions
