@@ -71,8 +71,9 @@ def run_prefill(
         ends = [batch.starts[index] + batch.counts[index] - 1 for index in ended]
         on.slots.hidden[slot] = hidden[column(ended, on.device)]
         on.slots.position[slot] = column(ends, on.device)
-        on.slots.loops[slot] = on.model.profile.max_loops
-        on.slots.resident.state[slot] = PENDING
+        # Filled, here and below: an assigned number is copied from the host, which waits for it.
+        on.slots.loops.index_fill_(0, slot, on.model.profile.max_loops)
+        on.slots.resident.state.index_fill_(0, slot, PENDING)
 
 
 def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
@@ -126,9 +127,9 @@ def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:
         given = column(batch.tokens, on.device)
         tokens = given.where(given != SLOT_TOKEN, tokens)
     on.slots.hidden[slot] = on.model.embed(tokens)
-    on.slots.survival[slot] = 1.0
+    on.slots.survival.index_fill_(0, slot, 1.0)
     on.slots.position[slot] = column(batch.positions, on.device)
-    on.slots.loops[slot] = 0
+    on.slots.loops.index_fill_(0, slot, 0)
 
 
 def run_recurrent(on: Device, batch: RecurrentBatch, slots: Sequence[int]) -> Tensor:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from protocol.config import CacheSettings, ModelSettings, WorkerSettings
-from protocol.errors import ConfigError, ExecutorClosedError, ModelError, ProtocolError
+from protocol.errors import (
+    ConfigError,
+    DeadlineError,
+    ExecutorClosedError,
+    ModelError,
+    ProtocolError,
+)
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.identity import RequestKey
 from protocol.lifecycle import Phase
 from protocol.plan import ExecutionPlan, RecurrentBatch
+from protocol.resident import ResidentBatch, ResidentTerms, RowState
+from protocol.result import ResidentResult
 from tests.plans import TIMEOUT, PlanSender, admission, block_table, coda, prefill, prelude
 from worker.local_executor import LocalExecutor
 
@@ -110,6 +120,54 @@ def test_queued_plans_end_with_shutdown(executor: LocalExecutor) -> None:
     assert all(submission.ready() for submission in held)
     with pytest.raises(ExecutorClosedError):
         executor.begin_epoch(2, TIMEOUT)
+
+
+def resident_prompt(executor: LocalExecutor) -> PlanSender:
+    """A sender whose request A is through its prompt and has ticks for half a second ahead."""
+    sender = PlanSender(executor)
+    long = replace(
+        admission(A, PROMPT, block_table(executor.profile(), 405)),
+        resident=ResidentTerms(min_loops=1, max_loops=4, bound=-1.0, max_tokens=400),
+    )
+    assert not sender.run(prefill(A, 0, 5), admits=(long,)).failed
+    return sender
+
+
+def test_shutdown_ends_running_ticks_and_discards_what_waits() -> None:
+    roomy = SETTINGS.model_copy(
+        update={"cache": CacheSettings(block_size=4, num_blocks=512), "max_ticks": 1024}
+    )
+    with LocalExecutor.open(roomy) as executor:
+        sender = resident_prompt(executor)
+        running, waiting = (sender.submit(ResidentBatch((A,), 1024)) for _ in range(2))
+        deadline = time.monotonic() + TIMEOUT
+        while executor.progress()[2] is not Phase.RUNNING:
+            assert time.monotonic() < deadline
+        executor.shutdown(TIMEOUT)
+        # What ran is told as far as it came; what waited has never started.
+        (row,) = running.collect(0.0).steps
+        assert isinstance(row, ResidentResult)
+        assert 0 < row.ticks < 1024
+        assert row.states == (RowState.READY,)
+        with pytest.raises(ExecutorClosedError, match="before the plan ran"):
+            waiting.collect(0.0)
+        for ticket in (running, waiting):
+            ticket.retire()
+        assert repr(executor) == "<LocalExecutor epoch 1, 0 in flight, closed>"
+        executor.shutdown(0.0)
+        with pytest.raises(ExecutorClosedError):
+            executor.submit(ExecutionPlan(1, sender.seq + 1))
+        assert repr(executor) == "<LocalExecutor epoch 1, 0 in flight, closed>"
+
+
+def test_a_worker_that_opens_too_late_is_closed_as_well() -> None:
+    before = device_threads()
+    with pytest.raises(DeadlineError):
+        LocalExecutor.open(SETTINGS, timeout=0.0)
+    for thread in threading.enumerate():
+        if thread.name == "loopmesh-device":
+            thread.join(TIMEOUT)
+    assert device_threads() == before
 
 
 def test_opening_fails_with_the_worker_s_own_error(tmp_path: Path) -> None:

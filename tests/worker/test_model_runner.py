@@ -10,9 +10,11 @@ import torch
 
 from protocol.config import ModelSettings
 from protocol.identity import RequestKey
+from protocol.layout import Layout
 from protocol.plan import (
     CodaBatch,
     ExecutionPlan,
+    Grant,
     PrefillBatch,
     PreludeBatch,
     RecurrentBatch,
@@ -48,15 +50,15 @@ def model() -> LoopedModel:
 class Bench:
     """A runner over real parts, plan by plan. Owner: one test, which alone uses it."""
 
-    def __init__(self, model: LoopedModel) -> None:
+    def __init__(self, model: LoopedModel, layout: Layout = Layout.LAST_EXITED) -> None:
         shape = (model.num_layers, model.kv_heads, BLOCK_SIZE, model.head_dim, torch.float32)
         self.storage = KVStorage(NUM_BLOCKS, *shape, CPU)
-        self.planes = model.profile.max_loops
+        self.planes = layout.planes(model.profile.max_loops)
         self.slots = SlotTable(
             num_slots=NUM_SLOTS,
             hidden_size=model.hidden_size,
             planes=self.planes,
-            max_loops=self.planes,
+            max_loops=model.profile.max_loops,
             max_positions=64,
             block_size=BLOCK_SIZE,
             scratch_block=self.storage.scratch_block,
@@ -65,17 +67,27 @@ class Bench:
             device=CPU,
         )
         self.profile = WorkerProfile(
-            model.profile, "cpu", "float32", NUM_SLOTS, NUM_BLOCKS, BLOCK_SIZE, self.planes, 64
+            model.profile,
+            "cpu",
+            "float32",
+            NUM_SLOTS,
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            self.planes,
+            64,
+            layout,
         )
         self.device = Device(model, self.slots, self.storage, TorchAttention(), CPU)
         self.runner = ModelRunner(self.device)
         self.pool = ReadbackPool(1, 64, CPU)
         self.seq = 0
 
-    def run(self, *steps: Step, admits: tuple[Admission, ...] = ()) -> PlanResult:
+    def run(
+        self, *steps: Step, admits: tuple[Admission, ...] = (), grants: tuple[Grant, ...] = ()
+    ) -> PlanResult:
         self.seq += 1
         lease = self.pool.lease()
-        plan = ExecutionPlan(1, self.seq, admits=admits, steps=steps)
+        plan = ExecutionPlan(1, self.seq, admits=admits, grants=grants, steps=steps)
         result = self.runner.execute(plan, lease).read()
         self.pool.give_back(lease)
         return result
@@ -117,6 +129,33 @@ def test_an_exit_at_full_depth_copies_nothing(bench: Bench) -> None:
     before = bench.storage.pages.clone()
     bench.run(coda(A, 4, 4, 0))
     assert torch.equal(bench.storage.pages, before)
+
+
+def test_with_one_plane_a_coda_checks_the_exit_and_copies_nothing(model: LoopedModel) -> None:
+    bench = Bench(model, Layout.SHARED)
+    admits = (bench.admit(A), bench.admit(B, first=16))
+    start = (CodaBatch((A, B), (4, 4), (4, 4), (0, 0)), PreludeBatch((A, B), (5, 5), (-1, -1)))
+    looped = RecurrentBatch((A, B), (5, 5), (0, 0))
+    bench.run(PrefillBatch((A, B), (0, 0), (5, 5)), *start, looped, admits=admits)
+    before = bench.storage.pages.clone()
+    sampled = bench.run(CodaBatch((A, B), (5, 5), (1, 2), (1, 1)))
+    assert [row.key for row in sampled.failed] == [B]
+    assert sampled.steps[0].keys == (A,)
+    assert torch.equal(bench.storage.pages, before)
+
+
+def test_finalize_reaches_blocks_that_its_own_plan_has_granted(bench: Bench) -> None:
+    whole = block_table(bench.profile, 8)
+    short, more = (tuple(plane[cut] for plane in whole) for cut in (slice(1), slice(1, 2)))
+    bench.run(prefill(A, 0, 4), coda(A, 3, 4, 0), admits=(admission(A, PROMPT[:4], short),))
+    granted = bench.run(
+        prelude(A, 4), recurrent(A, 4, 0), coda(A, 4, 1, 1), grants=(Grant(A, more),)
+    )
+    assert granted.failed == ()
+    written = bench.storage.pages[:, :, :, :, 0]
+    assert written[whole[0][1]].abs().sum() > 0
+    for plane in (1, 2, 3):
+        assert torch.equal(written[whole[plane][1]], written[whole[0][1]])
 
 
 def test_no_stage_writes_outside_the_blocks_of_its_requests(bench: Bench) -> None:

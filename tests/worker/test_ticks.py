@@ -152,3 +152,15 @@ def test_padding_changes_nothing(
     trash = padded.slots.trash
     assert int(padded.slots.position[trash]) == int(padded.slots.resident.outputs[trash]) == 0
     assert bool(padded.slots.hidden[trash].isfinite().all())
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_ticks_end_with_the_one_in_which_they_are_told_to(model: LoopedModel, after: int) -> None:
+    world = World(model, [Row(ResidentTerms(1, 4, -1.0, 6), 0.0, 4)], 0)
+    told = iter([False] * (after - 1) + [True])
+    ticks = ResidentTicks(
+        world.on, ResidentBatch(world.keys, 64), [world.slots.slot(world.keys[0])]
+    )
+    with torch.inference_mode():
+        ticks.run(lambda: next(told))
+        assert ticks.read([]).ticks == after
