@@ -44,14 +44,17 @@ class CacheSettings(Settings):
 
     `layout` "shared" keeps one plane for all depths; see protocol/layout.py for what that means.
 
-    With neither, a CPU worker takes 256 MiB and a CUDA worker 80 % of the memory that is free
-    once the model is loaded.
+    With neither, a CPU worker takes 256 MiB. A CUDA worker takes `gpu_memory_utilization` of the
+    memory that is free once the model is loaded, less what it has still to allocate: slots, ticks,
+    its largest step, and `graph_reserve_bytes` for captured graphs, kernels and library workspaces.
     """
 
     block_size: Count = 16
     num_blocks: Count | None = None
     kv_bytes: Count | None = None
     layout: Layout = Layout.LAST_EXITED
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 0.9
+    graph_reserve_bytes: Annotated[int, Field(strict=True, ge=0)] = 640 * 2**20
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -61,6 +61,8 @@ class Capture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries keep a workspace for each stream that they ever ran on.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._started = time.perf_counter()
         # A capture gives cached memory back first, which is not to be counted.
         torch.cuda.empty_cache()
@@ -74,8 +76,7 @@ class Capture:
     @torch.inference_mode()
     def graph(self, what: str, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """The graph of `run`, and the tensor that holds its result after each replay."""
-        device = self._device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        device, stream = self._device, self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -84,7 +85,9 @@ class Capture:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             result = run()
         logger.info("captured %s, %.1f s so far", what, time.perf_counter() - self._started)
         return graph, result

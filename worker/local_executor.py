@@ -50,6 +50,7 @@ class LocalExecutor:
         self._lost: str | None = None
         self._opened: Future[Worker] = Future()
         self._worker: Worker
+        self._profile: WorkerProfile
         self._thread = threading.Thread(target=self._main, name="loopmesh-device", daemon=True)
 
     @classmethod
@@ -84,12 +85,12 @@ class LocalExecutor:
 
     def profile(self) -> WorkerProfile:
         """Device, model and room of the worker."""
-        return self._worker.profile
+        return self._profile
 
     def progress(self) -> tuple[int, int, Phase]:
         """Last finished seq, steps finished since the start, and what the device thread does."""
         phase = Phase.RUNNING if self._running else Phase.IDLE
-        return self._done_seq, self._worker.runner.steps_done, phase
+        return self._done_seq, self._worker.steps_done, phase
 
     def lost(self) -> str | None:
         """Why the device is unusable for good, or None."""
@@ -99,7 +100,7 @@ class LocalExecutor:
         """Enqueue a plan; see protocol.executor.Executor.submit for what it raises."""
         with self._lock:
             self._require_open()
-            self._order.take(plan, self._worker.profile)
+            self._order.take(plan, self._profile)
             lease = self._worker.readback.lease()
             future: Future[PlanOutcome] = Future()
             self._news += _changes(plan)
@@ -107,7 +108,7 @@ class LocalExecutor:
 
         def give_back() -> None:
             with self._lock:
-                self._worker.readback.give_back(lease)
+                self._worker.give_back(lease)
                 self._order.retire()
 
         return FutureSubmission(plan.seq, future, PlanOutcome.read, give_back)
@@ -154,6 +155,7 @@ class LocalExecutor:
             self._closed = True
             self._queue.put(None)
             raise
+        self._profile = self._worker.profile
 
     def _require_open(self) -> None:
         if self._closed:

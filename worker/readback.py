@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.sampling import MAX_LOGPROBS
+from worker.device_memory import tensor_bytes
 from worker.sampling.logprobs import Logprobs
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class ReadbackLease:
         self._used_survivals = 0
         self._used_tokens = 0
         self._used_logprobs = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the buffers."""
+        return tensor_bytes(self, self._logprobs)
 
     def clear(self) -> None:
         """Forget the previous plan."""
@@ -73,6 +79,7 @@ class ReadbackPool:
 
     def __init__(self, size: int, rows: int, device: torch.device) -> None:
         self._free = [ReadbackLease(rows, device) for _ in range(size)]
+        self.num_bytes = sum(lease.num_bytes for lease in self._free)
         self.size = size
         self.rows = rows
 

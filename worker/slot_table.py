@@ -13,6 +13,7 @@ import torch
 
 from protocol.errors import ProtocolError
 from protocol.row_progress import RowProgress, check_table
+from worker.device_memory import tensor_bytes
 from worker.resident_table import ResidentTable
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
 from worker.sampling.adjustments import Adjustments, LogitAdjuster, adjustment_columns
@@ -167,6 +168,11 @@ class SlotTable:
         length = slot.progress.prompt_length
         views = {name: self._row(name, slot.index, length) for name in COLUMNS}
         return RowRecord(progress=slot.progress, sampling=slot.sampling, **views)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all columns. A table on the device "meta" has them without taking any."""
+        return tensor_bytes(self, self.resident, self.adjuster)
 
     @property
     def row_bytes(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from protocol.plan import NO_LOGPROBS
 from worker.batch import column
 from worker.boundary import boundary, embed, leaves
+from worker.device_memory import tensor_bytes
 from worker.resident_table import PENDING, READY
 from worker.row_record import SamplingKind
 from worker.sampling.adjustments import AdjustmentNeeds, Adjustments
@@ -81,6 +82,14 @@ class TickLines:
         self.exit_depths.fill_(_NONE)
         self.failed.zero_()
         self.line.zero_()
+
+
+def tick_bytes(buckets: Sequence[int], max_ticks: int) -> int:
+    """Device memory of the lines of these buckets; none without ticks."""
+    if not max_ticks:
+        return 0
+    seats = [torch.empty(bucket, dtype=torch.int64, device="meta") for bucket in buckets]
+    return sum(tensor_bytes(TickLines.of(len(each), max_ticks, each, 0)) for each in seats)
 
 
 def padded_boundary(on: Device, lines: TickLines, kind: SamplingKind) -> Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import torch
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ExecutorClosedError
 from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.layout import Layout
 from protocol.profile import WorkerProfile
 from worker.attention.choice import choose_attention
+from worker.device_memory import DeviceUsers, forget_frames, free_memory
 from worker.graphs import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
@@ -24,21 +25,25 @@ from worker.graphs import (
     most_rows,
 )
 from worker.kv_storage import KVStorage
-from worker.memory import plan_memory
+from worker.memory import Footprint, peak_bytes, plan_memory, readable, sampling_bytes
 from worker.model_runner import ModelRunner
 from worker.models.registry import load_model, resolve_model
 from worker.readback import ReadbackPool
-from worker.sampling.adjustments import LogitAdjuster
 from worker.slot_table import SlotTable
 from worker.snapshot import snapshot_room
 from worker.stages import Device, loop_chunks, loop_seats
-from worker.tick_graphs import TickGraphs
+from worker.tick_graphs import TickGraphs, tick_bytes
 
 if TYPE_CHECKING:
     from protocol.config import WorkerSettings
+    from worker.attention.backend import AttentionBackend
     from worker.memory import MemoryPlan
+    from worker.models.base import LoopedModel
+    from worker.readback import ReadbackLease
 
 logger = logging.getLogger(__name__)
+
+_Part = TypeVar("_Part")
 
 SHARED_WARNING = (
     "KV layout shared: %s says nothing of having been trained for it. Every loop then reads KV "
@@ -47,106 +52,220 @@ SHARED_WARNING = (
 )
 
 
+_USERS = DeviceUsers()
+
+
+class ModelSource(Protocol):
+    """Makes a worker's model on its device."""
+
+    def __call__(self, settings: WorkerSettings, device: torch.device) -> LoopedModel: ...
+
+
 class Worker:
     """Owner: one LocalExecutor. Mutated only by: its device thread.
 
     Everything is created by open and dropped by close; between the two nothing is allocated per
-    request but the snapshots of suspended ones. Use `Worker.open`.
+    request but the snapshots of suspended ones. Use `Worker.open`. Once closed, only `profile`,
+    `memory_plan` and `steps_done` are left.
     """
 
     def __init__(
         self,
         profile: WorkerProfile,
+        memory_plan: MemoryPlan,
         runner: ModelRunner,
         readback: ReadbackPool,
         storage: KVStorage,
     ) -> None:
         self.profile = profile
-        self.runner = runner
-        self.readback = readback
-        self.storage = storage
-        self.closed = False
+        self.memory_plan = memory_plan
+        self._runner: ModelRunner | None = runner
+        self._readback: ReadbackPool | None = readback
+        self._storage: KVStorage | None = storage
+        self._device = torch.device(profile.device)
+        self._steps_done = 0
 
     @classmethod
-    def open(cls, settings: WorkerSettings) -> Self:
+    def open(cls, settings: WorkerSettings, load: ModelSource | None = None) -> Self:
         """Open the device, load the model and create every buffer.
 
-        Raises ConfigError for a device that is not there or storage that holds nothing, ModelError
-        for a checkpoint that cannot be served.
+        `load` makes the model in place of reading the one that the settings name. Raises
+        ConfigError for a device that is not there or storage that holds nothing, ModelError for a
+        checkpoint that cannot be served. Whatever it raises, nothing stays allocated.
         """
         device = resolve_device(settings.device)
         if device.index is not None:
             torch.cuda.set_device(device)  # kernels are launched on the thread's own device
+        _USERS.enter()
+        try:
+            return cls._open(settings, device, load or load_settings)
+        except BaseException as error:
+            forget_frames(error)
+            _USERS.leave(device)
+            raise
+
+    @classmethod
+    def _open(cls, settings: WorkerSettings, device: torch.device, load: ModelSource) -> Self:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        directory = resolve_model(settings.model)
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
-        model = load_model(directory, dtype, device, settings.model.model)
+        model = load(settings, device)
         layout = settings.cache.layout
         if layout is Layout.SHARED:
             logger.warning(SHARED_WARNING, model.profile.name)
-        planes = layout.planes(model.profile.max_loops)
-        block_size = settings.cache.block_size
-        shape = (model.num_layers, model.kv_heads, block_size, model.head_dim, dtype)
-        pages = -(-model.profile.max_positions // block_size)
-        memory = plan_memory(
-            settings.cache,
-            KVStorage.bytes_per_block(*shape),
-            planes,
-            pages * planes * settings.num_slots,
-            device,
+        attention = choose_attention(
+            settings.attention, model, most_rows(settings.num_slots), device
         )
-        adjuster = LogitAdjuster.bytes_needed(settings.num_slots + 1, model.profile.vocab_size)
-        logger.info(
-            "%s on %s: %s, %d bytes for penalties", model.profile.name, device, memory, adjuster
-        )
-        storage = open_storage(memory, shape, device)
-        slots = SlotTable(
-            num_slots=settings.num_slots,
-            hidden_size=model.hidden_size,
-            planes=planes,
-            max_loops=model.profile.max_loops,
-            max_positions=model.profile.max_positions,
-            block_size=block_size,
-            scratch_block=storage.scratch_block,
-            vocab_size=model.profile.vocab_size,
-            dtype=dtype,
-            device=device,
-        )
+        readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
+        memory = plan_worker(settings, model, attention, readback, device)
+        logger.info("%s on %s: %s", model.profile.name, device, memory)
+        slots = open_slots(settings, model, memory.num_blocks, device)
+        storage = open_storage(memory, block_shape(settings, model), device)
         profile = WorkerProfile(
             model=model.profile,
             device=str(device),
             dtype=settings.model.dtype,
             num_slots=settings.num_slots,
             num_blocks=memory.num_blocks,
-            block_size=block_size,
-            planes=planes,
+            block_size=slots.block_size,
+            planes=slots.planes,
             max_step_tokens=settings.max_step_tokens,
             layout=layout,
             snapshots=snapshot_room(settings.snapshot_bytes, slots, model),
             max_ticks=settings.max_ticks,
-        )
-        attention = choose_attention(
-            settings.attention, model, most_rows(settings.num_slots), device
         )
         on = Device(model, slots, storage, attention, device)
         if settings.cuda_graphs:
             on = with_graphs(on, settings.num_slots, settings.max_step_tokens)
         ticks = open_tick_graphs(on, settings.num_slots, settings.max_ticks)
         runner = ModelRunner(on, profile.snapshots, ticks)
-        readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
-        return cls(profile, runner, readback, storage)
+        return cls(profile, memory, runner, readback, storage)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else repr(self.runner)
+        state = "closed" if self._runner is None else repr(self._runner)
         return f"<Worker {self.profile.model.name} on {self.profile.device}, {state}>"
 
+    @property
+    def closed(self) -> bool:
+        """Whether everything has been given back."""
+        return self._runner is None
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs plans. Raises ExecutorClosedError once the worker is closed."""
+        return _still_open(self._runner)
+
+    @property
+    def readback(self) -> ReadbackPool:
+        """The leases of plans. Raises ExecutorClosedError once the worker is closed."""
+        return _still_open(self._readback)
+
+    @property
+    def storage(self) -> KVStorage:
+        """The KV. Raises ExecutorClosedError once the worker is closed."""
+        return _still_open(self._storage)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that have run, also once the worker is closed. Any thread may ask."""
+        runner = self._runner
+        return self._steps_done if runner is None else runner.steps_done
+
+    def give_back(self, lease: ReadbackLease) -> None:
+        """Return a lease; once the worker is closed there is nobody to return it to."""
+        pool = self._readback
+        if pool is not None:
+            pool.give_back(lease)
+
     def close(self) -> None:
-        """Drop every request and the KV storage; idempotent."""
-        if not self.closed:
-            self.closed = True
-            self.runner.reset()
-            self.storage.close()
+        """Drop every request, and all that open has made; idempotent."""
+        runner, storage = self._runner, self._storage
+        if runner is None or storage is None:
+            return
+        runner.reset()
+        storage.close()
+        self._steps_done = runner.steps_done
+        self._runner = self._readback = self._storage = None
+        del runner, storage
+        _USERS.leave(self._device)
+
+
+def _still_open(part: _Part | None) -> _Part:
+    if part is None:
+        raise ExecutorClosedError("the worker is closed; open a new one")
+    return part
+
+
+def load_settings(settings: WorkerSettings, device: torch.device) -> LoopedModel:
+    """The model that the settings name, on a device."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
+    return load_model(resolve_model(settings.model), dtype, device, settings.model.model)
+
+
+def block_shape(
+    settings: WorkerSettings, model: LoopedModel
+) -> tuple[int, int, int, int, torch.dtype]:
+    """What a KV block holds: layers, KV heads, tokens, head dimension and type."""
+    size = settings.cache.block_size
+    return model.num_layers, model.kv_heads, size, model.head_dim, model.dtype
+
+
+def open_slots(
+    settings: WorkerSettings, model: LoopedModel, scratch_block: int, device: torch.device
+) -> SlotTable:
+    """The slot table of a worker; on the device "meta" it takes no memory."""
+    return SlotTable(
+        num_slots=settings.num_slots,
+        hidden_size=model.hidden_size,
+        planes=settings.cache.layout.planes(model.profile.max_loops),
+        max_loops=model.profile.max_loops,
+        max_positions=model.profile.max_positions,
+        block_size=settings.cache.block_size,
+        scratch_block=scratch_block,
+        vocab_size=model.profile.vocab_size,
+        dtype=model.dtype,
+        device=device,
+    )
+
+
+def plan_worker(
+    settings: WorkerSettings,
+    model: LoopedModel,
+    attention: AttentionBackend,
+    readback: ReadbackPool,
+    device: torch.device,
+) -> MemoryPlan:
+    """The memory plan of a worker that has all but its slots, its KV and its graphs."""
+    rows, vocab_size = settings.num_slots, model.profile.vocab_size
+    slots = open_slots(settings, model, 0, torch.device("meta"))
+    graphed = settings.cuda_graphs and can_capture(attention, device)
+    graphs = settings.cache.graph_reserve_bytes if device.type == "cuda" else 0
+    if graphed and settings.max_ticks:
+        graphs += sampling_bytes(most_rows(rows), vocab_size)  # graphs keep theirs
+    footprint = Footprint(
+        weights=model.num_bytes,
+        attention=attention.workspace_bytes,
+        slots=slots.num_bytes,
+        ticks=tick_bytes(
+            buckets_up_to(ROW_BUCKETS, rows) if graphed else [rows], settings.max_ticks
+        ),
+        graphs=graphs,
+        peak=peak_bytes(settings.max_step_tokens, model.loop_row_bytes, rows, vocab_size),
+        readback=readback.num_bytes,
+    )
+    pages = slots.tables.shape[1] * slots.tables.shape[2]
+    return plan_memory(
+        settings.cache,
+        KVStorage.bytes_per_block(*block_shape(settings, model)),
+        slots.planes,
+        pages * rows,
+        footprint,
+        free_memory(device),
+    )
+
+
+def can_capture(attention: AttentionBackend, device: torch.device) -> bool:
+    """Whether what decodes on a device can be captured."""
+    return device.type == "cuda" and attention.abilities.device_metadata
 
 
 def open_storage(
@@ -158,7 +277,8 @@ def open_storage(
     except RuntimeError as error:  # torch's OutOfMemoryError is one too
         raise ConfigError(
             f"{memory.num_blocks} KV blocks ({memory.source}) of {memory.block_bytes} bytes do not "
-            f"fit on {device}: lower cache.num_blocks or cache.kv_bytes"
+            f"fit on {device}, they take {readable(memory.kv)}: lower cache.num_blocks or "
+            "cache.kv_bytes"
         ) from error
 
 
@@ -167,7 +287,7 @@ def with_graphs(on: Device, rows: int, tokens: int) -> Device:
 
     The layout SHARED prefills token by token, without.
     """
-    if on.device.type != "cuda" or not on.attention.abilities.device_metadata:
+    if not can_capture(on.attention, on.device):
         return on
     slots, width, capture = on.slots, on.slots.tables.shape[2], Capture(on.device)
     loops = LoopGraphs(

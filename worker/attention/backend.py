@@ -81,6 +81,11 @@ class AttentionBackend(Protocol):
     @property
     def abilities(self) -> Abilities: ...
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that it holds for good."""
+        ...
+
     def attend(
         self,
         layer: int,

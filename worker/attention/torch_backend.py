@@ -22,6 +22,7 @@ class TorchAttention:
     """Gathers the pages of each row or chunk, then attends densely under a mask. Stateless."""
 
     name = "torch"
+    workspace_bytes = 0
     abilities = Abilities(device_metadata=False, float32=True, packed_prefill=False)
 
     def attend(

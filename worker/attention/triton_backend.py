@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from worker.attention.backend import Abilities, PackedChunks
+from worker.device_memory import tensor_bytes
 from worker.kernels.decode import DecodeWorkspace, decode
 from worker.kernels.prefill import prefill, rotate_and_write
 
@@ -37,6 +38,7 @@ class TritonAttention:
         """`rows` bounds the rows of a decode batch."""
         most = max(count * splits_of(count, kv_heads) for count in range(1, rows + 1))
         self._workspace = DecodeWorkspace(most, rows, heads, head_dim, device)
+        self.workspace_bytes = tensor_bytes(self._workspace)
 
     def attend(
         self,

@@ -48,6 +48,15 @@ class LoopedModel(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        ...
+
+    @property
+    def loop_row_bytes(self) -> int:
+        """Memory that a loop takes for each of its rows while it runs, at most."""
+        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [N, H] of token ids [N] (int64)."""

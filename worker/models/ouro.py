@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from protocol.profile import ModelProfile
+from worker.device_memory import tensor_bytes
 from worker.models.layers import inverse_frequencies
 from worker.models.loop_kernels import loop_kernels
 
@@ -136,6 +137,11 @@ class OuroModel:
         self.device = self._embedding.device
         self._frequencies = inverse_frequencies(config.rope_theta, self.head_dim, self.device)
         self._kernels = loop_kernels(self.device) if kernels is None else kernels
+        self.num_bytes = tensor_bytes(self, *self._layers)
+        # Two of qkv and of what attention makes of it; gate, up and their product; four of hidden.
+        heads = 2 * (self.heads + 2 * self.kv_heads) + self.heads
+        elements = heads * self.head_dim + 3 * config.intermediate_size + 4 * self.hidden_size
+        self.loop_row_bytes = elements * self.dtype.itemsize
         # The norm of whoever reads a layer's sum: the next layer, or the end of the loop.
         norms = [layer.attention_norm for layer in self._layers[1:]]
         self._next_norms = [*norms, self._norm]
