@@ -95,7 +95,9 @@ class Run:
         Run.epochs += 1
         for worker in workers:
             worker.begin_epoch(Run.epochs, TIMEOUT)
-        limits = {"prefill_chunk_size": 3, "reservation": "incremental", "max_ticks": 2}
+        # Two ticks a plan, however long they take.
+        limits: dict[str, object] = {"prefill_chunk_size": 3, "reservation": "incremental"}
+        limits |= {"max_ticks": 2, "tick_interval": 1000.0}
         self.engine = Engine(SchedulerSettings.model_validate(limits | settings))
         executors = {f"lane-{index}": worker for index, worker in enumerate(workers)}
         self.driver = SyncDriver(self.engine, executors, TIMEOUT)

@@ -63,7 +63,8 @@ class Run:
     def __init__(self, worker: LocalExecutor, cases: Iterable[Case], **settings: object) -> None:
         Run.epochs += 1
         worker.begin_epoch(Run.epochs, TIMEOUT)
-        limits = {"prefill_chunk_size": 3, "reservation": "overcommit"}
+        # One tick a plan: who needs a block when must not depend on how fast the worker is.
+        limits = {"prefill_chunk_size": 3, "reservation": "overcommit", "max_ticks": 1}
         self.engine = Engine(SchedulerSettings.model_validate(limits | settings))
         self.engine.add_lane("lane-0", Run.epochs, worker.profile())
         self.worker = worker
@@ -126,7 +127,7 @@ def test_pressure_changes_no_answer(
     stats = run.engine.stats()
     assert stats.preemptions == stats.pressure_preemptions == stats.resumptions >= 2
     left = {key.request_id for plan in run.plans for key in plan.suspends}
-    assert len(left & {"greedy", "sampled", "full"}) >= 2
+    assert {"greedy", "sampled"} <= left
 
 
 def test_a_token_moves_to_another_slot_with_its_request(workers: Workers) -> None:
