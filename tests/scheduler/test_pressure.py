@@ -26,11 +26,16 @@ def pressed(
     num_slots: int = 4,
     hazard: Hazard = SOON,
     layout: Layout = Layout.LAST_EXITED,
+    max_ticks: int = 0,
     **options: object,
 ) -> Bench:
-    """A bench over one lane with too few blocks of 4 tokens."""
+    """A bench over one lane with too few blocks of 4 tokens; with `max_ticks` it runs ticks."""
     profile = make_profile(
-        num_slots=num_slots, num_blocks=num_blocks, snapshots=snapshots, layout=layout
+        num_slots=num_slots,
+        num_blocks=num_blocks,
+        snapshots=snapshots,
+        layout=layout,
+        max_ticks=max_ticks,
     )
     options = {"reservation": "overcommit"} | options
     return Bench(profile, hazard=hazard, token=counting, **options)

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from protocol.layout import Layout
-from tests.scheduler.bench import Bench, counting, exit_after, make_profile, texts
-from tests.scheduler.test_pressure import ROOMY, SOON, check_idle, suspended
-
-if TYPE_CHECKING:
-    from protocol.scripted_resident import Hazard
-
-
-def ticking(
-    num_blocks: int,
-    *,
-    max_ticks: int = 4,
-    hazard: Hazard = SOON,
-    layout: Layout = Layout.LAST_EXITED,
-    **options: object,
-) -> Bench:
-    """A bench over one lane with too few blocks of 4 tokens, that runs resident ticks."""
-    profile = make_profile(
-        num_blocks=num_blocks, snapshots=ROOMY, layout=layout, max_ticks=max_ticks
-    )
-    options = {"reservation": "overcommit"} | options
-    return Bench(profile, hazard=hazard, token=counting, **options)
+from tests.scheduler.bench import Bench, exit_after, texts
+from tests.scheduler.test_pressure import check_idle, pressed, suspended
 
 
 def granted(bench: Bench) -> list[str]:
@@ -39,7 +18,7 @@ def granted(bench: Bench) -> list[str]:
 
 
 def test_rows_run_as_far_as_their_blocks_and_the_last_of_them_leave() -> None:
-    bench = ticking(20)
+    bench = pressed(20, max_ticks=4)
     bench.add("a", prompt=3, max_tokens=8)
     bench.add("b", prompt=2, max_tokens=9)
     bench.add("c", prompt=3, max_tokens=6)
@@ -62,7 +41,7 @@ def test_rows_run_as_far_as_their_blocks_and_the_last_of_them_leave() -> None:
 
 def test_what_another_row_needs_to_get_on_comes_before_what_ticks_may_reach() -> None:
     # Within its ticks a may come two pages further, and two are left; b needs one to get on.
-    bench = ticking(16, max_ticks=8)
+    bench = pressed(16, max_ticks=8)
     bench.add("a", prompt=4, max_tokens=12)
     bench.add("b", prompt=4, max_tokens=4)
     bench.finish()
@@ -73,7 +52,7 @@ def test_what_another_row_needs_to_get_on_comes_before_what_ticks_may_reach() ->
 
 def test_ticks_may_take_what_nobody_needs() -> None:
     for others, pages in ((0, 3), (1, 2)):
-        bench = ticking(16, max_ticks=8)
+        bench = pressed(16, max_ticks=8)
         bench.add("a", prompt=4, max_tokens=12)
         for index in range(others):
             bench.add(f"brief{index}", prompt=4, max_tokens=1)
@@ -86,7 +65,7 @@ def test_ticks_may_take_what_nobody_needs() -> None:
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_a_decoding_row_comes_before_one_that_starts(first: str) -> None:
     # d leaves the only free page when a is at the end of its own, and b at that of its prompt.
-    bench = ticking(20, max_ticks=1, chunk=4)
+    bench = pressed(20, max_ticks=1, chunk=4)
     sizes = {"a": (2, 6), "b": (12, 3)}
     for name in sorted(sizes, key=lambda name: name != first):
         prompt, outputs = sizes[name]
@@ -107,7 +86,7 @@ def test_a_decoding_row_comes_before_one_that_starts(first: str) -> None:
 
 def test_a_request_at_the_end_of_its_ticks_is_waited_for() -> None:
     # b certainly ends in the ticks in flight; a, which is parked, waits for its page.
-    bench = ticking(12, max_ticks=16, plans_in_flight=2, hazard=exit_after({4: 1, 5: 1, 6: 1}))
+    bench = pressed(12, max_ticks=16, plans_in_flight=2, hazard=exit_after({4: 1, 5: 1, 6: 1}))
     bench.add("a", prompt=4, max_tokens=4, exit_threshold=0.5)
     bench.add("b", prompt=1, max_tokens=4)
     bench.add("c", prompt=1, max_tokens=4)
@@ -121,7 +100,7 @@ def test_a_request_at_the_end_of_its_ticks_is_waited_for() -> None:
 def test_ticks_under_pressure_change_no_answer(layout: Layout, plans_in_flight: int) -> None:
     found = []
     for blocks, max_ticks in ((64, 0), (6, 0), (6, 1), (6, 3), (6, 12)):
-        bench = ticking(
+        bench = pressed(
             blocks * layout.planes(4),
             max_ticks=max_ticks,
             layout=layout,
