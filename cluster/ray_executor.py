@@ -26,7 +26,7 @@ from protocol.errors import (
 from protocol.lifecycle import Beat, Fault, Open, Opened, Synchronize, Synchronized
 from protocol.plan_order import PlanOrder
 from protocol.result import PlanResult
-from protocol.submission import FutureSubmission, wait
+from protocol.submission import FutureSubmission, TicketNet, wait
 
 if TYPE_CHECKING:
     from protocol.config import ClusterSettings
@@ -43,6 +43,7 @@ class RayExecutor:
     def __init__(self, address: str, secret: str, epoch: int, settings: ClusterSettings) -> None:
         self._address = address
         self._order = PlanOrder(epoch)
+        self._net = TicketNet()
         self._settings = settings
         self._lock = threading.Lock()
         self._pending: dict[int, Future[PlanResult]] = {}
@@ -104,16 +105,18 @@ class RayExecutor:
     def submit(self, plan: ExecutionPlan) -> FutureSubmission[PlanResult]:
         """Send a plan; see protocol.executor.Executor.submit for what it raises."""
         frame = encode(plan)
+        self._net.reclaim()
         with self._lock:
             self._require_open()
             self._order.take(plan, self._profile)
             future: Future[PlanResult] = Future()
             self._pending[plan.seq] = future
             self._frames.put(frame)
-        return FutureSubmission(plan.seq, future, lambda result: result, self._retired)
+        return FutureSubmission(plan.seq, future, lambda result: result, self._retired, self._net)
 
     def synchronize(self, timeout: float) -> None:
         """Return once every submitted plan has run on the worker."""
+        self._net.reclaim()
         done: Future[None] = Future()
         with self._lock:
             self._require_open()
@@ -136,6 +139,7 @@ class RayExecutor:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout)
         self._channel.close()
+        self._net.reclaim()
 
     def _open(self, timeout: float) -> None:
         for thread in self._threads:

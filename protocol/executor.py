@@ -48,7 +48,8 @@ class Submission(Protocol):
     def retire(self) -> None:
         """Give up the ticket, collected or not, and free what it holds; idempotent.
 
-        A buffer is reused only after its copy completed.
+        A buffer is reused only after its copy completed. A ticket that is dropped unretired is
+        warned of and retired by its executor, which is a net and no way to retire.
         """
 
 

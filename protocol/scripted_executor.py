@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import ExecutorClosedError, WorkerLostError
 from protocol.plan_order import PlanOrder
 from protocol.scripted_worker import ScriptedWorker
-from protocol.submission import FutureSubmission, wait
+from protocol.submission import FutureSubmission, TicketNet, wait
 
 if TYPE_CHECKING:
     from protocol.executor import Submission
@@ -48,6 +48,7 @@ class ScriptedExecutor:
     ) -> None:
         self._profile = profile
         self._order = PlanOrder(epoch)
+        self._net = TicketNet()
         self._manual = manual
         self._worker = ScriptedWorker(
             profile, hazard or scripted_hazard, token or scripted_token(profile.model)
@@ -77,6 +78,7 @@ class ScriptedExecutor:
 
         ProtocolError also for a step that is larger than the worker takes.
         """
+        self._net.reclaim()
         future: Future[PlanResult] = Future()
         with self._lock:
             self._check_open()
@@ -84,7 +86,7 @@ class ScriptedExecutor:
             self._held.append((plan.seq, future, self._worker.run(plan)))
         if not self._manual:
             self.complete(plan.seq)
-        return FutureSubmission(plan.seq, future, lambda result: result, self._retired)
+        return FutureSubmission(plan.seq, future, lambda result: result, self._retired, self._net)
 
     def complete(self, seq: int) -> None:
         """Make the results of all plans up to `seq` ready, in order; earlier ones are no error."""
@@ -123,6 +125,7 @@ class ScriptedExecutor:
 
     def synchronize(self, timeout: float) -> None:
         """Return once every submitted plan has its result."""
+        self._net.reclaim()
         with self._lock:
             self._check_open()
             last = self._held[-1][1] if self._held else None
@@ -136,6 +139,7 @@ class ScriptedExecutor:
             self._closed = True
             self._worker.clear()
         self._drop_held(ExecutorClosedError("the scripted executor was shut down"))
+        self._net.reclaim()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from protocol.errors import DeadlineError, ExecutorClosedError, WorkerLostError
 from protocol.lifecycle import Phase
 from protocol.plan_order import PlanOrder
-from protocol.submission import FutureSubmission, wait
+from protocol.submission import FutureSubmission, TicketNet, wait
 from worker.outcome import PlanOutcome
 from worker.worker import Worker
 
@@ -43,6 +43,7 @@ class LocalExecutor:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._order = PlanOrder(epoch)
+        self._net = TicketNet()
         self._done_seq = 0
         self._running = False
         self._news = 0
@@ -98,6 +99,7 @@ class LocalExecutor:
 
     def submit(self, plan: ExecutionPlan) -> FutureSubmission[PlanOutcome]:
         """Enqueue a plan; see protocol.executor.Executor.submit for what it raises."""
+        self._net.reclaim()
         with self._lock:
             self._require_open()
             self._order.take(plan, self._profile)
@@ -111,10 +113,11 @@ class LocalExecutor:
                 self._worker.give_back(lease)
                 self._order.retire()
 
-        return FutureSubmission(plan.seq, future, PlanOutcome.read, give_back)
+        return FutureSubmission(plan.seq, future, PlanOutcome.read, give_back, self._net)
 
     def synchronize(self, timeout: float) -> None:
         """Return once every submitted plan has run."""
+        self._net.reclaim()
         done: Future[None] = Future()
         with self._lock:
             self._require_open()
@@ -139,6 +142,7 @@ class LocalExecutor:
 
         Raises DeadlineError when the running plan does not end within `timeout` seconds.
         """
+        self._net.reclaim()
         with self._lock:
             self._closed = True
             self._queue.put(None)

@@ -1,7 +1,8 @@
 """Readback leases: the host memory that a plan's values are copied into, and when it is free.
 
 A plan takes one lease when it runs and gives it back when its ticket is retired, so there are as
-many leases as plans may be in flight. Nothing is freed by garbage collection.
+many leases as plans may be in flight. The lease of a ticket that is dropped unretired comes back as
+well, with a warning (protocol/submission.py).
 """
 
 from __future__ import annotations

@@ -117,6 +117,23 @@ def test_nobody_listening_is_an_error_within_the_deadline() -> None:
             RayExecutor.connect(closed, SECRET, 1, CLUSTER, timeout=5.0)
 
 
+def test_a_ticket_that_was_dropped_gives_its_place_back(
+    address: str, epochs: Iterator[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = connect(address, next(epochs))
+    sender = PlanSender(executor)
+    for _ in range(MAX_PLANS_IN_FLIGHT):
+        sender.submit()
+    executor.synchronize(TIMEOUT)
+    held = sender.submit()
+    assert "1 in flight" in repr(executor)
+    executor.shutdown(TIMEOUT)
+    held.retire()
+    assert "0 in flight" in repr(executor)
+    dropped = [record for record in caplog.records if record.name == "protocol.submission"]
+    assert [record.args for record in dropped] == [(seq,) for seq in range(1, sender.seq)]
+
+
 def test_frames_are_answered_in_order_and_beats_fill_the_silence(
     peer: Peer, epochs: Iterator[int]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from protocol.errors import DeadlineError, ExecutorClosedError, ProtocolError, WorkerLostError
+from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.identity import RequestKey
 from protocol.plan import (
     SLOT_TOKEN,
@@ -228,3 +229,15 @@ def test_it_tells_whose_snapshots_it_keeps() -> None:
     assert (executor.held_keys(), executor.suspended_keys()) == ((), (A,))
     executor.shutdown(1.0)
     assert executor.suspended_keys() == ()
+
+
+def test_a_dropped_ticket_keeps_its_place_until_its_plan_has_run() -> None:
+    executor = ScriptedExecutor(PROFILE, manual=True)
+    for seq in range(1, MAX_PLANS_IN_FLIGHT + 1):
+        executor.submit(ExecutionPlan(1, seq))
+    following = ExecutionPlan(1, MAX_PLANS_IN_FLIGHT + 1)
+    with pytest.raises(ProtocolError, match="retire submissions first"):
+        executor.submit(following)
+    executor.complete(1)
+    executor.submit(following).retire()
+    assert f"{MAX_PLANS_IN_FLIGHT} in flight" in repr(executor)
