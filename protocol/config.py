@@ -46,7 +46,8 @@ class CacheSettings(Settings):
 
     With neither, a CPU worker takes 256 MiB. A CUDA worker takes `gpu_memory_utilization` of the
     memory that is free once the model is loaded, less what it has still to allocate: slots, ticks,
-    its largest step, and `graph_reserve_bytes` for captured graphs, kernels and library workspaces.
+    its largest step, which is run to see, and `graph_reserve_bytes` for captured graphs, kernels
+    and library workspaces.
     """
 
     block_size: Count = 16

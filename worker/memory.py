@@ -25,6 +25,9 @@ made in float64 and rounded to an integer (worker/sampling/sampler.py): 48.
 
 _CUDA_DEFAULT = "free cuda memory"
 
+DERIVED, MEASURED = "derived", "measured"
+"""How the peak of the largest step is known: from shapes, or from running it on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -33,9 +36,9 @@ class Footprint:
     There when the plan is made: `weights` and `attention`, the workspace of its kernels. Still to
     come: `slots`, all columns of the slot table with tables, prompts, forced depths and the logit
     adjuster; `ticks`, what resident ticks leave; `graphs`, an upper bound of captured graphs,
-    loaded kernels and library workspaces; `peak`, what the largest step takes and gives back, but
-    for the copies of history that attention in plain torch makes. `readback` is host memory, pinned
-    where there is a device.
+    loaded kernels and library workspaces; `peak`, what the largest step takes and gives back,
+    DERIVED or MEASURED as `peak_source` says. `readback` is host memory, pinned where there is a
+    device.
     """
 
     weights: int
@@ -45,6 +48,7 @@ class Footprint:
     graphs: int
     peak: int
     readback: int
+    peak_source: str = DERIVED
 
     @property
     def to_come(self) -> int:
@@ -68,7 +72,8 @@ class MemoryPlan:
         parts = ", ".join(
             f"{name} {readable(size)}" for name, size in self.categories().items() if size
         )
-        return f"{self.num_blocks} KV blocks ({self.source}); {parts}"
+        peak = f"peak {self.footprint.peak_source}"
+        return f"{self.num_blocks} KV blocks ({self.source}); {parts}; {peak}"
 
     @property
     def kv(self) -> int:
@@ -77,7 +82,9 @@ class MemoryPlan:
 
     def categories(self) -> dict[str, int]:
         """Bytes by what takes them; all but `readback` on the device."""
-        return {"kv": self.kv, **asdict(self.footprint)}
+        sizes = asdict(self.footprint)
+        del sizes["peak_source"]
+        return {"kv": self.kv, **sizes}
 
     @property
     def allocated(self) -> int:
@@ -100,10 +107,10 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
 
 
 def peak_bytes(tokens: int, row_bytes: int, sampled: int, vocab_size: int) -> int:
-    """Memory of the largest step: a loop of `tokens` rows, and sampling of `sampled` ones.
+    """Memory of the largest step by its shapes: a loop of `tokens` rows, and `sampled` samples.
 
     Rows of a prompt have no logits. The two never run at once, but torch may keep the memory of one
-    in pieces that do not serve the other.
+    in pieces that do not serve the other. What attention in plain torch copies is not in it.
     """
     return tokens * row_bytes + sampling_bytes(sampled, vocab_size)
 
@@ -125,18 +132,13 @@ def plan_memory(
 
     Example: kv_bytes 1 MiB, blocks of 131,072 bytes -> 8 blocks, one of them scratch -> 7.
     """
-    if cache.num_blocks is not None:
-        plan = MemoryPlan(cache.num_blocks, block_bytes, "num_blocks", footprint)
-    else:
-        if cache.kv_bytes is not None:
-            kv_bytes, source = cache.kv_bytes, "kv_bytes"
-        elif free is not None:
-            usable = int(free * cache.gpu_memory_utilization)
-            kv_bytes, source = usable - footprint.to_come, _CUDA_DEFAULT
-        else:
-            kv_bytes, source = CPU_KV_BYTES, "cpu default"
-        blocks = kv_bytes // block_bytes - 1
-        plan = MemoryPlan(min(blocks, useful_blocks), block_bytes, source, footprint)
+    kv_bytes, source = _most_kv(cache, block_bytes, free)
+    if source == _CUDA_DEFAULT:
+        kv_bytes -= footprint.to_come
+    blocks = kv_bytes // block_bytes - 1
+    if source != "num_blocks":
+        blocks = min(blocks, useful_blocks)
+    plan = MemoryPlan(blocks, block_bytes, source, footprint)
     if plan.num_blocks < planes:
         raise ConfigError(
             f"KV storage of {max(plan.num_blocks, 0)} blocks ({plan.source}) holds no request: one "
@@ -151,6 +153,28 @@ def plan_memory(
             plan.source,
         )
     return plan
+
+
+def longest_history(
+    cache: CacheSettings, block_bytes: int, planes: int, max_positions: int, free: int | None
+) -> int:
+    """Tokens of the longest request that the KV could hold if nothing else took memory.
+
+    Never less than a block. Example: 64 blocks of 16 tokens in 4 planes -> 256.
+    """
+    blocks = _most_kv(cache, block_bytes, free)[0] // block_bytes - 1
+    return min(max_positions, max(blocks // planes, 1) * cache.block_size)
+
+
+def _most_kv(cache: CacheSettings, block_bytes: int, free: int | None) -> tuple[int, str]:
+    """Bytes of KV that the settings allow, and which of them decides."""
+    if cache.num_blocks is not None:
+        return (cache.num_blocks + 1) * block_bytes, "num_blocks"
+    if cache.kv_bytes is not None:
+        return cache.kv_bytes, "kv_bytes"
+    if free is not None:
+        return int(free * cache.gpu_memory_utilization), _CUDA_DEFAULT
+    return CPU_KV_BYTES, "cpu default"
 
 
 def _mend(plan: MemoryPlan, cache: CacheSettings, planes: int, free: int | None) -> str:

@@ -14,7 +14,7 @@ from protocol.executor import MAX_PLANS_IN_FLIGHT
 from protocol.layout import Layout
 from protocol.profile import WorkerProfile
 from worker.attention.choice import choose_attention
-from worker.device_memory import DeviceUsers, forget_frames, free_memory
+from worker.device_memory import DeviceUsers, forget_frames
 from worker.graphs import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
@@ -24,19 +24,17 @@ from worker.graphs import (
     buckets_up_to,
     most_rows,
 )
-from worker.kv_storage import KVStorage
-from worker.memory import Footprint, peak_bytes, plan_memory, readable, sampling_bytes
 from worker.model_runner import ModelRunner
 from worker.models.registry import load_model, resolve_model
+from worker.planning import block_shape, can_capture, open_slots, open_storage, plan_worker
 from worker.readback import ReadbackPool
-from worker.slot_table import SlotTable
 from worker.snapshot import snapshot_room
 from worker.stages import Device, loop_chunks, loop_seats
-from worker.tick_graphs import TickGraphs, tick_bytes
+from worker.tick_graphs import TickGraphs
 
 if TYPE_CHECKING:
     from protocol.config import WorkerSettings
-    from worker.attention.backend import AttentionBackend
+    from worker.kv_storage import KVStorage
     from worker.memory import MemoryPlan
     from worker.models.base import LoopedModel
     from worker.readback import ReadbackLease
@@ -199,87 +197,6 @@ def load_settings(settings: WorkerSettings, device: torch.device) -> LoopedModel
     """The model that the settings name, on a device."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
     return load_model(resolve_model(settings.model), dtype, device, settings.model.model)
-
-
-def block_shape(
-    settings: WorkerSettings, model: LoopedModel
-) -> tuple[int, int, int, int, torch.dtype]:
-    """What a KV block holds: layers, KV heads, tokens, head dimension and type."""
-    size = settings.cache.block_size
-    return model.num_layers, model.kv_heads, size, model.head_dim, model.dtype
-
-
-def open_slots(
-    settings: WorkerSettings, model: LoopedModel, scratch_block: int, device: torch.device
-) -> SlotTable:
-    """The slot table of a worker; on the device "meta" it takes no memory."""
-    return SlotTable(
-        num_slots=settings.num_slots,
-        hidden_size=model.hidden_size,
-        planes=settings.cache.layout.planes(model.profile.max_loops),
-        max_loops=model.profile.max_loops,
-        max_positions=model.profile.max_positions,
-        block_size=settings.cache.block_size,
-        scratch_block=scratch_block,
-        vocab_size=model.profile.vocab_size,
-        dtype=model.dtype,
-        device=device,
-    )
-
-
-def plan_worker(
-    settings: WorkerSettings,
-    model: LoopedModel,
-    attention: AttentionBackend,
-    readback: ReadbackPool,
-    device: torch.device,
-) -> MemoryPlan:
-    """The memory plan of a worker that has all but its slots, its KV and its graphs."""
-    rows, vocab_size = settings.num_slots, model.profile.vocab_size
-    slots = open_slots(settings, model, 0, torch.device("meta"))
-    graphed = settings.cuda_graphs and can_capture(attention, device)
-    graphs = settings.cache.graph_reserve_bytes if device.type == "cuda" else 0
-    if graphed and settings.max_ticks:
-        graphs += sampling_bytes(most_rows(rows), vocab_size)  # graphs keep theirs
-    footprint = Footprint(
-        weights=model.num_bytes,
-        attention=attention.workspace_bytes,
-        slots=slots.num_bytes,
-        ticks=tick_bytes(
-            buckets_up_to(ROW_BUCKETS, rows) if graphed else [rows], settings.max_ticks
-        ),
-        graphs=graphs,
-        peak=peak_bytes(settings.max_step_tokens, model.loop_row_bytes, rows, vocab_size),
-        readback=readback.num_bytes,
-    )
-    pages = slots.tables.shape[1] * slots.tables.shape[2]
-    return plan_memory(
-        settings.cache,
-        KVStorage.bytes_per_block(*block_shape(settings, model)),
-        slots.planes,
-        pages * rows,
-        footprint,
-        free_memory(device),
-    )
-
-
-def can_capture(attention: AttentionBackend, device: torch.device) -> bool:
-    """Whether what decodes on a device can be captured."""
-    return device.type == "cuda" and attention.abilities.device_metadata
-
-
-def open_storage(
-    memory: MemoryPlan, shape: tuple[int, int, int, int, torch.dtype], device: torch.device
-) -> KVStorage:
-    """The KV storage of a plan. Raises ConfigError when the device cannot hold it."""
-    try:
-        return KVStorage(memory.num_blocks, *shape, device)
-    except RuntimeError as error:  # torch's OutOfMemoryError is one too
-        raise ConfigError(
-            f"{memory.num_blocks} KV blocks ({memory.source}) of {memory.block_bytes} bytes do not "
-            f"fit on {device}, they take {readable(memory.kv)}: lower cache.num_blocks or "
-            "cache.kv_bytes"
-        ) from error
 
 
 def with_graphs(on: Device, rows: int, tokens: int) -> Device:

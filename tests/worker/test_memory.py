@@ -15,6 +15,7 @@ from protocol.sampling import MAX_LOGPROBS
 from worker.device_memory import free_memory, tensor_bytes
 from worker.memory import (
     CPU_KV_BYTES,
+    DERIVED,
     Footprint,
     MemoryPlan,
     peak_bytes,
@@ -22,8 +23,9 @@ from worker.memory import (
     readable,
     sampling_bytes,
 )
+from worker.planning import open_slots, open_storage
 from worker.tick_graphs import tick_bytes
-from worker.worker import Worker, load_settings, open_slots, open_storage, resolve_device
+from worker.worker import Worker, load_settings, resolve_device
 
 CPU = torch.device("cpu")
 BLOCK = 131_072
@@ -133,7 +135,7 @@ def test_a_plan_adds_up_and_reads_as_one_line() -> None:
     assert plan.total == sum(plan.categories().values()) - 1000
     assert str(replace(plan, footprint=replace(FOOTPRINT, ticks=0, graphs=0))) == (
         "99 KV blocks (num_blocks); kv 12.50 MiB, weights 5.00 GiB, attention 1.00 MiB, "
-        "slots 1.25 MiB, peak 1.00 MiB, readback 1000 bytes"
+        "slots 1.25 MiB, peak 1.00 MiB, readback 1000 bytes; peak derived"
     )
 
 
@@ -161,6 +163,7 @@ def test_the_plan_of_a_worker_counts_what_is_there() -> None:
     assert held.readback == worker.readback.num_bytes
     assert (held.graphs, held.attention) == (0, 0)
     assert held.peak == peak_bytes(512, model.loop_row_bytes, 4, 4096)
+    assert held.peak_source == DERIVED
     assert held.ticks == tick_bytes([4], settings.max_ticks)
     worker.close()
 
