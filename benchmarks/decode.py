@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import deque
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from worker.models.ouro import OuroModel
+    from worker.outcome import PlanOutcome
 
 GOALS = {1: 300.0, 32: 3900.0, 128: 6000.0}
 """Output tokens a second, at least, by rows, at a mean depth of 2.5."""
@@ -90,7 +92,8 @@ class DecodeRun:
         attention = choose_attention("auto", model, most_rows(rows), device)
         on = with_graphs(Device(model, slots, storage, attention, device), rows, 64)
         self._runner = ModelRunner(on, tick_graphs=open_tick_graphs(on, rows, scale.ticks))
-        self._lease = ReadbackPool(1, max(rows, 64), device).lease()
+        pool = ReadbackPool(2, max(rows, 64), device, 1 + scale.ticks, most_rows(rows))
+        self._leases = deque((pool.lease(), pool.lease()))
         self._keys = tuple(RequestKey(f"r{row}", row + 1) for row in range(rows))
         self._seq = 0
         pick = random.Random(0)
@@ -119,28 +122,34 @@ class DecodeRun:
                 )
             )
         last = (scale.context - 1,) * rows
-        self._execute(PrefillBatch(self._keys, last, (1,) * rows), admits=tuple(admits))
+        self._enqueue(PrefillBatch(self._keys, last, (1,) * rows), admits=tuple(admits)).read()
 
-    def ticks(self, count: int) -> tuple[int, int, float]:
-        """Outputs and loops of one plan of so many ticks, and its seconds."""
+    def ticks(self, plans: int, count: int) -> tuple[int, int, float]:
+        """Outputs and loops of so many plans of `count` ticks, two in flight, and their seconds."""
         started = time.perf_counter()
-        result = self._execute(ResidentBatch(self._keys, count))
-        seconds = time.perf_counter() - started
-        return sum(map(len, result.tokens)), sum(result.live), seconds
+        tokens = loops = 0
+        running: deque[PlanOutcome] = deque()
+        for number in range(plans + 1):
+            if number < plans:
+                running.append(self._enqueue(ResidentBatch(self._keys, count)))
+            if len(running) > (number < plans):
+                result = running.popleft().read()
+                if result.failed:
+                    raise RuntimeError(result.failed[0].message)
+                (done,) = result.steps
+                if isinstance(done, ResidentResult):
+                    tokens += sum(map(len, done.tokens))
+                    loops += sum(done.live)
+        return tokens, loops, time.perf_counter() - started
 
-    def _execute(
+    def _enqueue(
         self, step: PrefillBatch | ResidentBatch, admits: tuple[Admission, ...] = ()
-    ) -> ResidentResult:
+    ) -> PlanOutcome:
         self._seq += 1
+        self._leases.rotate()
+        self._leases[0].clear()
         plan = ExecutionPlan(1, self._seq, admits=admits, steps=(step,))
-        result = self._runner.execute(plan, self._lease).read()
-        if result.failed:
-            raise RuntimeError(result.failed[0].message)
-        (done,) = result.steps
-        return done if isinstance(done, ResidentResult) else _NOTHING
-
-
-_NOTHING = ResidentResult((), (), (), (), (), (), (), ())
+        return self._runner.execute(plan, self._leases[0])
 
 
 def measure(model: OuroModel, scale: Scale, rows: int, depths: Sequence[int]) -> list[Figure]:
@@ -148,11 +157,8 @@ def measure(model: OuroModel, scale: Scale, rows: int, depths: Sequence[int]) ->
     name = f"{rows} rows, depth {'2.5' if len(depths) > 1 else depths[0]}"
     progress(f"decode: {name}")
     run = DecodeRun(model, scale, rows, depths)
-    run.ticks(min(4, scale.ticks))
-    tokens, loops, seconds = (
-        sum(column)
-        for column in zip(*(run.ticks(scale.ticks) for _ in range(scale.plans)), strict=True)
-    )
+    run.ticks(1, min(4, scale.ticks))
+    tokens, loops, seconds = run.ticks(scale.plans, scale.ticks)
     on_cuda = model.device.type == "cuda" and len(depths) > 1
     goal = GOALS.get(rows) if on_cuda else None
     tick_ms = seconds / (scale.plans * scale.ticks) * 1e3

@@ -74,7 +74,8 @@ class WorkerSettings(Settings):
 
     `attention` "auto" takes the best backend that the device and the model allow; another choice
     is taken or refused. `cuda_graphs` captures the loop of decoding rows when the worker starts,
-    where the attention can be captured.
+    where the attention can be captured. `streams` is what a GPU runs single steps on: one stream,
+    or three, so that loops, what lies between two tokens and copies run side by side.
     """
 
     model: ModelSettings = ModelSettings()
@@ -87,6 +88,7 @@ class WorkerSettings(Settings):
     attention: AttentionName = "auto"
     cuda_graphs: Annotated[bool, Field(strict=True)] = True
     max_ticks: Annotated[int, Field(strict=True, ge=0)] = 256
+    streams: Literal[1, 3] = 1
 
     @model_validator(mode="after")
     def _check(self) -> Self:

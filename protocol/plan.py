@@ -215,6 +215,19 @@ class ExecutionPlan:
     resumes: tuple[Resume, ...] = ()
     forks: tuple[Fork, ...] = ()
 
+    @property
+    def changes_slots(self) -> bool:
+        """Whether it does more than go on with what is there."""
+        return self.interrupts or bool(self.grants)
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether ticks make way for it: somebody comes or goes.
+
+        Grants alone do not: most plans bring the next blocks of rows that have room left.
+        """
+        return bool(self.releases or self.suspends or self.resumes or self.admits or self.forks)
+
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 1:
             raise ValueError(f"epoch {self.epoch} and seq {self.seq} count from 1")

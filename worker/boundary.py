@@ -86,6 +86,15 @@ def embed(on: Device, seats: Tensor) -> None:
     slots.loops.index_fill_(0, seats, 0)
 
 
+def wake(on: Device, seats: Tensor) -> None:
+    """Those of these slots that are PARKED and have room now go on with their token."""
+    slots, resident = on.slots, on.slots.resident
+    state = resident.state[seats]
+    goes_on = (state == PARKED) & (slots.position[seats] < resident.granted[seats])
+    embed(on, seats.where(goes_on, slots.trash))
+    resident.state[seats] = state.masked_fill(goes_on, READY)
+
+
 def _commit(on: Device, seats: Tensor, tokens: Tensor, broken: Tensor) -> Tensor:
     """The token in work of these slots is the one just sampled; which requests have ended."""
     slots, resident = on.slots, on.slots.resident

@@ -96,7 +96,7 @@ class Capture:
 class LoopGraphs:
     """The recurrent step, one graph a bucket. Owner: Device. Mutated only by: replay.
 
-    What `replay` returns is overwritten by the next one.
+    What `launch` returns is overwritten by the next one.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LoopGraphs:
         count = len(slots)
         bucket = self.bucket_of(count)
         self.seats_of(bucket).fill_(self._trash)[:count] = slots
-        return self.launch(bucket)[:count]
+        return self.launch(bucket)[:count].clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""LocalExecutor: the executor of this process, with one device thread and a bounded queue."""
+"""LocalExecutor: the executor of this process, with one device thread and a bounded queue.
+
+On a GPU the device thread only enqueues, and a second one waits for the device and answers, so
+that a plan is enqueued while the one before it runs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ class LocalExecutor:
     """Owner: whoever opened it. Mutated only by: its methods, and its device thread.
 
     The device thread opens the worker, runs what is queued in order, and closes the worker, so
-    submit only enqueues and every touch of the device has one thread.
+    submit only enqueues and every touch of the device has one thread. Answers are given in the
+    same order.
     """
 
     def __init__(self, settings: WorkerSettings, epoch: int) -> None:
@@ -45,7 +50,8 @@ class LocalExecutor:
         self._order = PlanOrder(epoch)
         self._net = TicketNet()
         self._done_seq = 0
-        self._running = False
+        self._begun = 0
+        self._answered = 0
         self._news = 0
         self._closed = False
         self._lost: str | None = None
@@ -90,7 +96,7 @@ class LocalExecutor:
 
     def progress(self) -> tuple[int, int, Phase]:
         """Last finished seq, steps finished since the start, and what the device thread does."""
-        phase = Phase.RUNNING if self._running else Phase.IDLE
+        phase = Phase.RUNNING if self._begun > self._answered else Phase.IDLE
         return self._done_seq, self._worker.steps_done, phase
 
     def lost(self) -> str | None:
@@ -105,7 +111,7 @@ class LocalExecutor:
             self._order.take(plan, self._profile)
             lease = self._worker.readback.lease()
             future: Future[PlanOutcome] = Future()
-            self._news += _changes(plan)
+            self._news += plan.interrupts
             self._queue.put(_Task(lambda: self._execute(plan, lease), future, plan.seq))
 
         def give_back() -> None:
@@ -134,7 +140,7 @@ class LocalExecutor:
         with self._lock:
             self._require_open()
             self._order.begin(epoch)
-            self._queue.put(_Task(self._reset, done))
+            self._queue.put(_Task(self._worker.runner.reset, done, seq=0))
         wait(done, timeout, f"epoch {epoch}")
 
     def shutdown(self, timeout: float) -> None:
@@ -169,16 +175,12 @@ class LocalExecutor:
 
     def _execute(self, plan: ExecutionPlan, lease: ReadbackLease) -> PlanOutcome:
         with self._lock:
-            self._news -= _changes(plan)
+            self._news -= plan.interrupts
         return self._worker.runner.execute(plan, lease, self._has_news)
 
     def _has_news(self) -> bool:
         """Whether a plan that changes something waits, or nobody will want what is running."""
         return self._news > 0 or self._closed
-
-    def _reset(self) -> None:
-        self._worker.runner.reset()
-        self._done_seq = 0
 
     def _main(self) -> None:
         try:
@@ -187,36 +189,64 @@ class LocalExecutor:
             self._opened.set_exception(error)
             return
         self._opened.set_result(worker)
+        answers: queue.SimpleQueue[tuple[_Task, Any] | None] = queue.SimpleQueue()
+        answer: Callable[[_Task, Any], None] = self._answer
+        waiting = None
+        if worker.asynchronous:
+            waiting = threading.Thread(
+                target=self._answer_all, args=(answers,), name="loopmesh-answers", daemon=True
+            )
+            waiting.start()
+            answer = lambda task, value: answers.put((task, value))  # noqa: E731
         try:
             while (task := self._queue.get()) is not None:
-                self._run(task)
+                self._run(task, answer)
         finally:
+            if waiting is not None:
+                answers.put(None)
+                waiting.join()
             worker.close()
 
-    def _run(self, task: _Task) -> None:
+    def _run(self, task: _Task, answer: Callable[[_Task, Any], None]) -> None:
         if self._closed:
             task.future.set_exception(ExecutorClosedError("shut down before the plan ran"))
             return
         if self._lost is not None:
             task.future.set_exception(WorkerLostError(self._lost))
             return
-        self._running = True
+        self._begun += 1
         try:
             value = task.work()
         except Exception as error:  # steps fail their own requests; this is the device itself
-            logger.exception("the device thread failed")
-            self._lost = f"the device failed: {type(error).__name__}: {error}"
-            task.future.set_exception(WorkerLostError(self._lost))
+            self._fail(task, error)
         else:
-            self._done_seq = task.seq if task.seq is not None else self._done_seq
-            task.future.set_result(value)
-        finally:
-            self._running = False
+            answer(task, value)
 
+    def _answer_all(self, answers: queue.SimpleQueue[tuple[_Task, Any] | None]) -> None:
+        while (item := answers.get()) is not None:
+            self._answer(*item)
 
-def _changes(plan: ExecutionPlan) -> bool:
-    """Whether a plan does more than go on with what is there, so that ticks make way for it."""
-    return bool(plan.releases or plan.suspends or plan.resumes or plan.admits or plan.grants)
+    def _answer(self, task: _Task, value: Any) -> None:  # noqa: ANN401 - what its work returned
+        """Tell whoever waits, once the device is done with it."""
+        try:
+            if isinstance(value, PlanOutcome):
+                self._worker.runner.finish(value)
+        except Exception as error:
+            self._fail(task, error)
+            return
+        self._done_seq = task.seq if task.seq is not None else self._done_seq
+        self._count_answer()
+        task.future.set_result(value)
+
+    def _fail(self, task: _Task, error: Exception) -> None:
+        logger.error("the device failed", exc_info=error)
+        self._lost = f"the device failed: {type(error).__name__}: {error}"
+        self._count_answer()
+        task.future.set_exception(WorkerLostError(self._lost))
+
+    def _count_answer(self) -> None:
+        with self._lock:  # either thread may fail
+            self._answered += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from protocol.plan import Step
     from protocol.snapshot import SnapshotHandle, SnapshotLoss
     from worker.sampling.logprobs import Logprobs
+    from worker.streams import Mark, Span
 
 StepReader: TypeAlias = Callable[[list[FailedRow]], StepResult]
 """Makes one step's result from the host buffers; adds the rows that have no usable value."""
@@ -44,22 +45,32 @@ NOT_A_NUMBER = "the model computed values that are not numbers; check the checkp
 
 @dataclass(slots=True)
 class PlanOutcome:
-    """A plan that has run, its values still in the readback lease.
+    """A plan that was enqueued, its values in the readback lease or on their way there.
 
     Owner: the plan's ticket. Mutated only by: ModelRunner.execute. `steps` builds each step's
-    result from the host buffers and tells which of its rows the device could not compute.
+    result from the host buffers and tells which of its rows the device could not compute. `spans`
+    and `end` say when, and `held` keeps what is being copied.
     """
 
     epoch: int
     seq: int
     steps: list[StepReader] = field(default_factory=list)
-    device_us: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
+    end: Mark | None = None
     failed: list[FailedRow] = field(default_factory=list)
     suspended: list[SnapshotHandle] = field(default_factory=list)
     lost: list[SnapshotLoss] = field(default_factory=list)
 
+    def wait(self) -> None:
+        """Return once the device is done; raise what it failed with."""
+        if self.end is not None:
+            self.end.wait()
+            self.held.clear()
+
     def read(self) -> PlanResult:
-        """The typed result, copied into independent host values."""
+        """The typed result, copied into independent host values, once the device is done."""
+        self.wait()
         failed = list(self.failed)
         steps = tuple(step(failed) for step in self.steps)
         return PlanResult(
@@ -67,7 +78,7 @@ class PlanOutcome:
             seq=self.seq,
             steps=steps,
             failed=tuple(failed),
-            device_us=tuple(self.device_us),
+            device_us=tuple(span.microseconds() for span in self.spans),
             suspended=tuple(self.suspended),
             lost=tuple(self.lost),
         )

@@ -13,6 +13,7 @@ import torch
 
 from protocol.sampling import MAX_LOGPROBS
 from worker.device_memory import tensor_bytes
+from worker.pending_ticks import TickValues
 from worker.sampling.logprobs import Logprobs
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ class ReadbackLease:
     """Host buffers of one plan. Owner: the plan's ticket. Mutated only by: the device thread.
 
     survivals and logprobs float32 [rows], tokens int64 [rows], and of the most likely tokens ids
-    int64 and logprobs float32 [rows, MAX_LOGPROBS]; pinned where the device is not the host.
+    int64 and logprobs float32 [rows, MAX_LOGPROBS]; pinned where the device is not the host. Beside
+    them what resident ticks leave, `lines` of `seats` each.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, lines: int = 0, seats: int = 0) -> None:
         pinned = device.type != "cpu"
         self._survivals = torch.zeros(rows, dtype=torch.float32, pin_memory=pinned)
         self._tokens = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
@@ -35,18 +37,33 @@ class ReadbackLease:
             top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int64, pin_memory=pinned),
             top=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.float32, pin_memory=pinned),
         )
+        self._pinned = pinned
+        self._ticks = TickValues.zeros(lines, seats, pinned=pinned)
         self._used_survivals = 0
         self._used_tokens = 0
         self._used_logprobs = 0
+        self._used_ticks = False
 
     @property
     def num_bytes(self) -> int:
         """Host memory of the buffers."""
-        return tensor_bytes(self, self._logprobs)
+        return tensor_bytes(self, self._logprobs, self._ticks)
 
     def clear(self) -> None:
         """Forget the previous plan."""
         self._used_survivals = self._used_tokens = self._used_logprobs = 0
+        self._used_ticks = False
+
+    def ticks(self, lines: int, seats: int) -> TickValues:
+        """Where ticks may copy to: that many lines of that many seats.
+
+        A plan's second batch of ticks, and one that is larger than any the worker tells of, gets
+        memory of its own.
+        """
+        if self._used_ticks or not self._ticks.holds(lines, seats):
+            return TickValues.zeros(lines, seats, pinned=self._pinned)
+        self._used_ticks = True
+        return self._ticks.part(lines, seats)
 
     def put_survivals(self, values: Tensor) -> Tensor:
         """Enqueue a copy of float32 [n] values; the view returned holds them once it is done."""
@@ -78,8 +95,10 @@ class ReadbackLease:
 class ReadbackPool:
     """All leases of a worker. Owner: Worker. Mutated only by: LocalExecutor, under its lock."""
 
-    def __init__(self, size: int, rows: int, device: torch.device) -> None:
-        self._free = [ReadbackLease(rows, device) for _ in range(size)]
+    def __init__(
+        self, size: int, rows: int, device: torch.device, lines: int = 0, seats: int = 0
+    ) -> None:
+        self._free = [ReadbackLease(rows, device, lines, seats) for _ in range(size)]
         self.num_bytes = sum(lease.num_bytes for lease in self._free)
         self.size = size
         self.rows = rows

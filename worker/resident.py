@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.plan import NO_LOGPROBS
-from protocol.resident import RowState
-from protocol.result import FailedRow, ResidentResult
 from worker.batch import column
 from worker.boundary import boundary, embed, leaves
-from worker.outcome import NOT_A_NUMBER, read_logprobs
-from worker.resident_table import FINISHED, PARKED, PENDING, READY
+from worker.outcome import read_logprobs
+from worker.pending_ticks import PendingTicks, TickValues
+from worker.resident_table import PARKED, PENDING, READY
 from worker.sampling.adjustments import AdjustmentNeeds
 from worker.sampling.logprobs import Logprobs, token_logprobs
 from worker.stages import loop_seats
+from worker.streams import PASSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.resident import ResidentBatch
-    from protocol.result import TokenLogprobs
+    from protocol.result import FailedRow, ResidentResult, TokenLogprobs
     from worker.slot_table import Slot
     from worker.stages import Device
-    from worker.tick_graphs import TickGraphs
 
 _NONE = -1
-_STATES = {READY: RowState.READY, PARKED: RowState.PARKED, FINISHED: RowState.FINISHED}
 
 
 @dataclass(slots=True)
@@ -103,20 +101,27 @@ class ResidentTicks:
             if yields() or (self._batch.yields and int(finished) > 0):
                 break
 
-    def read(self, failed: list[FailedRow]) -> ResidentResult:
-        """The result, copied to the host; see read_ticks."""
-        record = self._record
-        headers = (record.live, list(map(int, record.exits)), list(map(int, record.finished)))
-        return read_ticks(
-            self._on,
-            self._batch,
-            self._hosts,
-            (record.tokens, record.exit_depths),
-            record.failed,
-            headers,
-            failed,
-            self._read_logprobs(),
+    def pending(self) -> PendingTicks:
+        """What came of them, copied to the host."""
+        record, slots, seats = self._record, self._on.slots, self._seats
+        ticks = zip(record.live, map(int, record.exits), map(int, record.finished), strict=True)
+        headers = [(0, 0, 0), *ticks]
+        lines = len(headers)
+        values = TickValues(
+            tokens=record.tokens[:lines].cpu(),
+            exit_depths=record.exit_depths[:lines].cpu(),
+            header=torch.tensor(headers),
+            broken=record.failed.cpu(),
+            loops=slots.loops[seats].cpu(),
+            states=slots.resident.state[seats].cpu(),
         )
+        return PendingTicks(self._batch, self._hosts, values, PASSED, self._read_logprobs)
+
+    def read(self, failed: list[FailedRow]) -> ResidentResult:
+        """The result; moves each request's progress on."""
+        pending = self.pending()
+        pending.settle()
+        return pending.read(failed)
 
     def _width(self) -> int:
         """Blocks of a table that hold every position which this plan can reach."""
@@ -170,64 +175,3 @@ class ResidentTicks:
             if broken:  # its last output is none
                 by_row[row].pop()
         return tuple(one for row in by_row for one in row)
-
-
-def read_ticks(
-    on: Device,
-    batch: ResidentBatch,
-    hosts: Sequence[Slot],
-    lines: tuple[Tensor, Tensor],
-    broken: Tensor,
-    headers: Sequence[Sequence[int]],
-    failed: list[FailedRow],
-    logprobs: tuple[TokenLogprobs | None, ...] = (),
-) -> ResidentResult:
-    """The result of a batch from tokens and exit depths int64 [lines, rows], -1 for none.
-
-    Moves each request's progress on. A row whose logits were not numbers goes to `failed` as well.
-    """
-    seats = column([host.index for host in hosts], on.device)
-    tokens, depths = (line.T.tolist() for line in lines)
-    loops = on.slots.loops[seats].tolist()
-    states = on.slots.resident.state[seats].tolist()
-    outputs = [tuple(token for token in row if token != _NONE) for row in tokens]
-    for host, row, loop, state in zip(hosts, outputs, loops, states, strict=True):
-        host.progress.ran(len(row), loop, finished=state == FINISHED)
-    failed += [
-        FailedRow(batch.keys[row], NOT_A_NUMBER)
-        for row, is_broken in enumerate(broken.tolist())
-        if is_broken
-    ]
-    live, exits, finished = map(tuple, headers)
-    return ResidentResult(
-        keys=batch.keys,
-        tokens=tuple(outputs),
-        exit_depths=tuple(tuple(depth for depth in row if depth != _NONE) for row in depths),
-        loops=tuple(loops),
-        states=tuple(_STATES[state] for state in states),
-        live=live,
-        exits=exits,
-        finished=finished,
-        logprobs=logprobs,
-    )
-
-
-def run_ticks(
-    on: Device,
-    graphs: TickGraphs | None,
-    batch: ResidentBatch,
-    rows: Sequence[Slot],
-    yields: Callable[[], bool],
-    failed: list[FailedRow],
-) -> ResidentResult:
-    """Run a batch in captured graphs where it fits some, else eagerly, and read what came of it."""
-    if graphs is None or not graphs.fits(batch, rows):
-        ticks = ResidentTicks(on, batch, rows)
-        ticks.run(yields)
-        return ticks.read(failed)
-    lines, count = graphs.run(batch, rows, yields)
-    tokens, depths = (line[:count, : len(rows)] for line in (lines.tokens, lines.exit_depths))
-    # Ticks that were enqueued behind the last row's end have run for nobody.
-    headers = [line for line in lines.header[1:count].tolist() if line[0]]
-    columns = [list(column) for column in zip(*headers, strict=True)] or [[], [], []]
-    return read_ticks(on, batch, rows, (tokens, depths), lines.failed[: len(rows)], columns, failed)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.resident import MAX_ENDING_IDS
+from worker.upload import fill
 
 if TYPE_CHECKING:
     from protocol.row_progress import RowProgress
@@ -43,21 +44,23 @@ class ResidentTable:
 
     def enter(self, index: int, progress: RowProgress, min_tokens: int) -> None:
         """A request has taken a slot, as far as it has come."""
-        self.state[index] = _state(progress)
-        self.granted[index] = progress.capacity
         terms = progress.terms
+        self.state[index].fill_(_state(progress))
+        self.granted[index].fill_(progress.capacity)
         if terms is None:
             return
-        self.outputs[index] = progress.outputs
-        self.max_tokens[index] = terms.max_tokens
-        self.min_loops[index], self.max_loops[index] = terms.min_loops, terms.max_loops
-        self.min_tokens[index] = min_tokens
-        self.bound[index] = terms.bound
+        self.outputs[index].fill_(progress.outputs)
+        self.max_tokens[index].fill_(terms.max_tokens)
+        self.min_loops[index].fill_(terms.min_loops)
+        self.max_loops[index].fill_(terms.max_loops)
+        self.min_tokens[index].fill_(min_tokens)
+        self.bound[index].fill_(terms.bound)
         ending = [*terms.ending_ids, *[_NONE] * (MAX_ENDING_IDS - len(terms.ending_ids))]
-        self.ending[index] = torch.tensor(ending)
-        self.forced[index] = 0
+        fill(self.ending[index], torch.tensor(ending))
         depths = terms.forced_depths[: terms.max_tokens]
-        self.forced[index, : len(depths)] = torch.tensor(depths, dtype=torch.uint8)
+        self.forced[index].fill_(0)
+        if depths:
+            fill(self.forced[index, : len(depths)], torch.tensor(depths, dtype=torch.uint8))
 
 
 def _state(progress: RowProgress) -> int:

@@ -17,8 +17,11 @@ from worker.device_memory import tensor_bytes
 from worker.resident_table import ResidentTable
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
 from worker.sampling.adjustments import Adjustments, LogitAdjuster, adjustment_columns
+from worker.upload import fill
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from protocol.identity import RequestKey
@@ -110,6 +113,10 @@ class SlotTable:
         """The live requests."""
         return tuple(self._slots)
 
+    def indices(self, keys: Iterable[RequestKey]) -> list[int]:
+        """The slots of those of these requests that have one."""
+        return [self._slots[key].index for key in keys if key in self._slots]
+
     def slot(self, key: RequestKey) -> Slot:
         """The host half of a request's slot. Raises ProtocolError for a request not admitted."""
         try:
@@ -151,9 +158,9 @@ class SlotTable:
         index = self._free.pop()
         self._slots[key] = Slot(index, progress, record.sampling)
         self.tables[index].fill_(self._scratch)
-        self.tables[index, :, : len(tables[0])] = torch.tensor(tables)
+        fill(self.tables[index, :, : len(tables[0])], torch.tensor(tables))
         for name, value in record.columns():
-            self._row(name, index, len(record.prompt)).copy_(value)
+            fill(self._row(name, index, len(record.prompt)), value)
         self.resident.enter(index, progress, record.sampling.adjusts.min_tokens)
 
     def record(self, key: RequestKey) -> RowRecord:
@@ -185,9 +192,9 @@ class SlotTable:
         start = slot.progress.capacity // self.block_size
         self._check(grant.key, grant.tables, start)
         count = len(grant.tables[0])
-        self.tables[slot.index, :, start : start + count] = torch.tensor(grant.tables)
+        fill(self.tables[slot.index, :, start : start + count], torch.tensor(grant.tables))
         slot.progress.grant(grant.tables, self.block_size)
-        self.resident.granted[slot.index] = slot.progress.capacity
+        self.resident.granted[slot.index].fill_(slot.progress.capacity)
 
     def release(self, key: RequestKey) -> None:
         """Give the slot back; a request without one is ignored, since its admission failed."""

@@ -15,11 +15,13 @@ import torch
 
 from protocol.plan import NO_LOGPROBS
 from worker.batch import column
-from worker.boundary import boundary, embed, leaves
+from worker.boundary import boundary, leaves, wake
 from worker.device_memory import tensor_bytes
+from worker.pending_ticks import PendingTicks
 from worker.resident_table import PENDING, READY
 from worker.row_record import SamplingKind
 from worker.sampling.adjustments import AdjustmentNeeds, Adjustments
+from worker.streams import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
     from protocol.resident import ResidentBatch
     from worker.graphs import Capture, LoopGraphs
-    from worker.slot_table import Slot
+    from worker.pending_ticks import TickValues
+    from worker.readback import ReadbackLease
+    from worker.slot_table import Slot, SlotTable
     from worker.stages import Device
 
 AHEAD = 2
@@ -82,6 +86,15 @@ class TickLines:
         self.exit_depths.fill_(_NONE)
         self.failed.zero_()
         self.line.zero_()
+
+    def leave(self, values: TickValues, slots: SlotTable) -> None:
+        """Enqueue the copies of all but the header, and of where the rows of the plan stand."""
+        count = len(values.tokens)
+        values.tokens.copy_(self.tokens[:count], non_blocking=True)
+        values.exit_depths.copy_(self.exit_depths[:count], non_blocking=True)
+        values.broken.copy_(self.failed, non_blocking=True)
+        values.loops.copy_(slots.loops[self.rows], non_blocking=True)
+        values.states.copy_(slots.resident.state[self.rows], non_blocking=True)
 
 
 def tick_bytes(buckets: Sequence[int], max_ticks: int) -> int:
@@ -139,8 +152,6 @@ class TickGraphs:
                 run = partial(self._captured, lines, kind)
                 what = f"a {how} boundary of {bucket} rows"
                 self._graphs[bucket, random], _ = capture.graph(what, run)
-        pinned = torch.zeros(1 + max_ticks, 3, dtype=torch.int64, pin_memory=True)
-        self._header = pinned
 
     def __repr__(self) -> str:
         return f"<TickGraphs of {sorted(self._lines)} rows>"
@@ -156,54 +167,49 @@ class TickGraphs:
         return plain and batch.max_ticks <= self._max_ticks and self._loops.fits(len(rows))
 
     def run(
-        self, batch: ResidentBatch, rows: Sequence[Slot], yields: Callable[[], bool]
-    ) -> tuple[TickLines, int]:
-        """Run a batch; its lines, and how many of them were written.
+        self,
+        batch: ResidentBatch,
+        rows: Sequence[Slot],
+        yields: Callable[[], bool],
+        lease: ReadbackLease,
+    ) -> PendingTicks:
+        """Enqueue a batch; all but its last ticks are over when this returns.
 
-        The device has done all when this returns.
+        Rows may have more to come from earlier ticks: what this batch does with them is decided on
+        the device.
         """
         bucket = self._loops.bucket_of(len(rows))
         lines = self._lines[bucket]
         half_b = self._graphs[bucket, any(row.sampling.random for row in rows)]
         lines.begin([row.index for row in rows], self._on.slots.trash)
-        self._wake(rows)
+        wake(self._on, lines.rows)
         half_b.replay()
+        values = lease.ticks(1 + batch.max_ticks, bucket)
         events: list[torch.cuda.Event] = []
         for tick in range(batch.max_ticks):
             self._loops.launch(bucket)
             half_b.replay()
             line = 1 + tick
-            self._header[line].copy_(lines.header[line], non_blocking=True)
+            values.header[line].copy_(lines.header[line], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             events.append(event)
-            if yields() or (tick >= AHEAD and self._is_over(batch, events, tick - AHEAD)):
+            if yields() or (tick >= AHEAD and _is_over(batch, values, events, tick - AHEAD)):
                 break
-        torch.cuda.synchronize(self._on.device)
-        return lines, 1 + len(events)
-
-    def _is_over(self, batch: ResidentBatch, events: Sequence[torch.cuda.Event], tick: int) -> bool:
-        """Whether a tick that was enqueued a while ago was the last that is needed."""
-        events[tick].synchronize()
-        live, _, finished = self._header[1 + tick].tolist()
-        return live == 0 or (batch.yields and finished > 0)
-
-    def _wake(self, rows: Sequence[Slot]) -> None:
-        """Rows that were parked and have room now go on with their token."""
-        parked = [
-            row.index
-            for row in rows
-            if row.progress.outputs
-            and not row.progress.loops
-            and not row.progress.finished
-            and row.progress.position < row.progress.capacity
-        ]
-        if parked:
-            slots = column(parked, self._on.device)
-            embed(self._on, slots)
-            self._on.slots.resident.state[slots] = READY
+        written = values.part(1 + len(events), bucket)
+        lines.leave(written, self._on.slots)
+        return PendingTicks(batch, rows, written, here(self._on.device))
 
     def _captured(self, lines: TickLines, kind: SamplingKind) -> Tensor:
         # While it is captured, and warmed up before, the line must not run past the end.
         lines.line.remainder_(1 + self._max_ticks)
         return padded_boundary(self._on, lines, kind)
+
+
+def _is_over(
+    batch: ResidentBatch, values: TickValues, events: Sequence[torch.cuda.Event], tick: int
+) -> bool:
+    """Whether a tick that was enqueued a while ago was the last that is needed."""
+    events[tick].synchronize()
+    live, _, finished = values.header[1 + tick].tolist()
+    return live == 0 or (batch.yields and finished > 0)

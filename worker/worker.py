@@ -30,6 +30,7 @@ from worker.planning import block_shape, can_capture, open_slots, open_storage, 
 from worker.readback import ReadbackPool
 from worker.snapshot import snapshot_room
 from worker.stages import Device, loop_chunks, loop_seats
+from worker.streams import open_streams
 from worker.tick_graphs import TickGraphs
 
 if TYPE_CHECKING:
@@ -113,11 +114,12 @@ class Worker:
         attention = choose_attention(
             settings.attention, model, most_rows(settings.num_slots), device
         )
-        readback = ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device)
+        readback = open_readback(settings, device)
         memory = plan_worker(settings, model, attention, readback, device)
         logger.info("%s on %s: %s", model.profile.name, device, memory)
         slots = open_slots(settings, model, memory.num_blocks, device)
         storage = open_storage(memory, block_shape(settings, model), device)
+        streams = open_streams(device, settings.streams, settings.num_slots)
         profile = WorkerProfile(
             model=model.profile,
             device=str(device),
@@ -135,7 +137,7 @@ class Worker:
         if settings.cuda_graphs:
             on = with_graphs(on, settings.num_slots, settings.max_step_tokens)
         ticks = open_tick_graphs(on, settings.num_slots, settings.max_ticks)
-        runner = ModelRunner(on, profile.snapshots, ticks)
+        runner = ModelRunner(on, profile.snapshots, ticks, streams)
         return cls(profile, memory, runner, readback, storage)
 
     def __repr__(self) -> str:
@@ -161,6 +163,11 @@ class Worker:
     def storage(self) -> KVStorage:
         """The KV. Raises ExecutorClosedError once the worker is closed."""
         return _still_open(self._storage)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether plans are enqueued; else they have run once their execution returns."""
+        return self._device.type == "cuda"
 
     @property
     def steps_done(self) -> int:
@@ -197,6 +204,14 @@ def load_settings(settings: WorkerSettings, device: torch.device) -> LoopedModel
     """The model that the settings name, on a device."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
     return load_model(resolve_model(settings.model), dtype, device, settings.model.model)
+
+
+def open_readback(settings: WorkerSettings, device: torch.device) -> ReadbackPool:
+    """A lease for each plan in flight; of what ticks leave, only a GPU's has to be copied."""
+    lines, seats = 0, 0
+    if device.type == "cuda" and settings.max_ticks:
+        lines, seats = 1 + settings.max_ticks, most_rows(settings.num_slots)
+    return ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device, lines, seats)
 
 
 def with_graphs(on: Device, rows: int, tokens: int) -> Device:

@@ -16,11 +16,13 @@ from protocol.plan import (
     SLOT_TOKEN,
     CodaBatch,
     ExecutionPlan,
+    Grant,
     PrefillBatch,
     PreludeBatch,
     RecurrentBatch,
 )
-from protocol.resident import ResidentTerms
+from protocol.resident import ResidentBatch, ResidentTerms
+from protocol.result import PlanResult, ResidentResult
 from tests.plans import admission, prefill
 from tests.readback_guard import OperationCounter, ReadbackError, no_readback
 from worker.attention.choice import choose_attention
@@ -33,7 +35,7 @@ from worker.sampling.adjustments import Adjustments
 from worker.slot_table import SlotTable
 from worker.stages import Device, loop_seats
 from worker.tick_graphs import TickLines, padded_boundary
-from worker.worker import with_graphs
+from worker.worker import open_tick_graphs, with_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protocol.plan import Admission, Step
-    from protocol.result import PlanResult
 
 BLOCK_SIZE, WIDTH, SLOTS, LOOPS, LONGEST = 4, 4, 3, 4, 16
 KEYS = tuple(RequestKey(name, number + 1) for number, name in enumerate("abc"))
@@ -56,7 +57,7 @@ KINDS = {
 class World:
     """A runner on one device, plan by plan. Owner: one test, which alone uses it."""
 
-    def __init__(self, name: str, planes: int = LOOPS) -> None:
+    def __init__(self, name: str, planes: int = LOOPS, ticks: int = 0) -> None:
         device = torch.device(name)
         model = load_model(resolve_model(ModelSettings()), torch.float32, device, "ouro-tiny")
         blocks = SLOTS * planes * WIDTH
@@ -77,8 +78,8 @@ class World:
         eager = Device(model, slots, KVStorage(blocks, *shape, device), attention, device)
         self.on = with_graphs(eager, SLOTS, 64)
         self.planes = planes
-        self.runner = ModelRunner(self.on)
-        self.pool = ReadbackPool(1, 64, device)
+        self.runner = ModelRunner(self.on, tick_graphs=open_tick_graphs(self.on, SLOTS, ticks))
+        self.pool = ReadbackPool(2, 64, device, 1 + ticks, 4)
         self.seq = 0
 
     def admit(self, row: int) -> Admission:
@@ -96,13 +97,10 @@ class World:
     def run(
         self, *steps: Step, admits: Sequence[Admission] = (), guarded: bool = True
     ) -> PlanResult:
-        """One plan; the steps, and nothing else of it, may not wait for the device."""
+        """One plan that may not wait for the device."""
         lease = self.pool.lease()
-        if admits:  # what a request brings along is written from the host
-            self.seq += 1
-            self.runner.execute(ExecutionPlan(1, self.seq, admits=tuple(admits)), lease)
         self.seq += 1
-        plan = ExecutionPlan(1, self.seq, steps=steps)
+        plan = ExecutionPlan(1, self.seq, admits=tuple(admits), steps=steps)
         if guarded:
             with forbidden(self.on.device):
                 outcome = self.runner.execute(plan, lease)
@@ -187,6 +185,45 @@ def test_no_captured_tick_reads_a_value_back(name: str, random: bool) -> None:
     assert min(lines.tokens[0, :SLOTS].tolist()) >= 0
     assert lines.tokens[0, SLOTS:].tolist() == [-1, -1]
     assert lines.header[1:, 0].tolist()[0] == SLOTS
+
+
+def enqueue_two(name: str, random: bool) -> list[PlanResult]:
+    """Two plans of ticks, the second with more blocks, before either is read."""
+    world = World(name, ticks=2)
+    terms = ResidentTerms(1, LOOPS, survival_bound(0.5), max_tokens=6)
+    tables = [world.admit(row).tables for row in range(SLOTS)]
+    for key, table in zip(KEYS, tables, strict=True):
+        few = tuple(plane[:2] for plane in table)
+        item = admission(key, PROMPT, few, temperature=0.8 * random)
+        world.run(prefill(key, 0, 5), admits=(replace(item, resident=terms),), guarded=False)
+    grants = tuple(
+        Grant(key, tuple(plane[2:] for plane in table))
+        for key, table in zip(KEYS, tables, strict=True)
+    )
+    step = ResidentBatch(KEYS, 2)
+    plans = (
+        ExecutionPlan(1, world.seq + 1, steps=(step, step)),
+        ExecutionPlan(1, world.seq + 2, grants=grants, steps=(step,)),
+    )
+    if name == "cuda":  # what is over may be read meanwhile, but nothing is waited for
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcomes = [world.runner.execute(plan, world.pool.lease()) for plan in plans]
+    finally:
+        if name == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return [outcome.read() for outcome in outcomes]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("random", [False, True])
+def test_plans_of_ticks_follow_each_other_without_a_wait(random: bool) -> None:
+    found, expected = (enqueue_two(name, random) for name in ("cuda", "cpu"))
+    assert [plan.steps for plan in found] == [plan.steps for plan in expected]
+    ticked = [step for plan in found for step in plan.steps if isinstance(step, ResidentResult)]
+    assert len(ticked) == 3
+    assert all(any(step.tokens) for step in ticked)
 
 
 MASK = torch.tensor([True, False, True])
