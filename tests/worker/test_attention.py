@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from worker.attention.backend import PackedChunks, PagedRows, paged_attention
-from worker.attention.torch_backend import TorchAttention
+from worker.attention.torch_backend import GROUP_ROWS, TorchAttention
 from worker.kv_storage import KEYS, VALUES, KVStorage
 from worker.models.layers import Rotary, inverse_frequencies, rotary_tables
 
-LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 2, 8, 4, 40
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 2, 8, 4, 120
 LAYER = 1
 HEADS = [KV_HEADS, 3 * KV_HEADS]
 
@@ -155,6 +155,19 @@ def test_a_row_alone_equals_itself_in_a_batch() -> None:
         rows = decode_rows(tables[i : i + 1, :width], [length])
         alone = TorchAttention().decode(query[i : i + 1], storage, LAYER, rows)
         torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=0)
+
+
+def test_many_rows_are_attended_in_groups_of_like_lengths() -> None:
+    count = 2 * GROUP_ROWS + 3
+    lengths = [(7 * row) % 13 for row in range(count)]
+    storage, tables = filled_storage(), shuffled_tables(count, 3)
+    query = torch.randn(count, 4, HEAD_DIM, generator=generator())
+    output = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, lengths))
+    for row, length in enumerate(lengths):
+        one = decode_rows(tables[row : row + 1], [length])
+        alone = TorchAttention().decode(query[row : row + 1], storage, LAYER, one)
+        torch.testing.assert_close(output[row], alone[0], atol=1e-5, rtol=0)
+        assert output[row].any() == (length > 0)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -44,7 +44,8 @@ def test_rows_of_any_depth_have_the_addresses_of_their_own_plane() -> None:
     assert rows.blocks.tolist() == [TABLES[A][2][2], TABLES[B][0][0], SCRATCH]
     assert rows.offsets.tolist() == [5, 5, 0]
     assert rows.lengths.tolist() == [38, 6, 0]
-    assert rows.own_tables.tolist() == [list(TABLES[A][2]), list(TABLES[B][0]), [SCRATCH] * WIDTH]
+    first = TABLES[B][0][0]  # of what lies behind the 6 tokens that B sees
+    assert rows.seen_tables.tolist() == [list(TABLES[A][2]), [first] * WIDTH, [SCRATCH] * WIDTH]
 
 
 def test_all_depths_of_a_prompt_chunk_come_from_one_upload() -> None:

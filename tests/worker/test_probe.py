@@ -41,6 +41,7 @@ class Watched(TorchAttention):
     """Torch's attention that notes what it was asked for, once a batch."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.batches: list[tuple[str, int, int]] = []
 
     def attend(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,9 +50,9 @@ class PagedRows(Paged):
     lengths: Tensor
 
     @cached_property
-    def own_tables(self) -> Tensor:
-        """The block table of each row, [N, W]."""
-        return self.tables[self.table_rows]
+    def seen_tables(self) -> Tensor:
+        """The block table of each row, [N, W], as far as it sees; see seen_blocks."""
+        return seen_blocks(self.tables[self.table_rows], self.lengths, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,23 @@ class PackedChunks(Paged):
     lengths: Tensor
     edges: Tensor
     bounds: tuple[int, ...]
+
+    @cached_property
+    def seen_tables(self) -> Tensor:
+        """The block table of each chunk, [C, W], as far as it sees; see seen_blocks."""
+        return seen_blocks(self.tables[self.chunk_rows], self.lengths, self.block_size)
+
+
+def seen_blocks(tables: Tensor, lengths: Tensor, block_size: int) -> Tensor:
+    """Tables [B, W] in which the first block stands for all that lie behind `lengths` [B] tokens.
+
+    A block behind what is seen belongs to nobody or is yet to be written, so it may hold anything;
+    the first one holds numbers if anything of the request does.
+
+    Example: blocks of 4 tokens, 5 are seen: (7, 3, 9, 9) -> (7, 3, 7, 7).
+    """
+    block = torch.arange(tables.shape[1], device=tables.device)
+    return tables.where(block * block_size < lengths[:, None], tables[:, :1])
 
 
 class AttentionBackend(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -11,6 +12,8 @@ from worker.attention.backend import Abilities, PackedChunks
 from worker.kv_storage import KEYS, VALUES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from worker.attention.backend import PagedRows
@@ -18,12 +21,65 @@ if TYPE_CHECKING:
     from worker.models.layers import Rotary
 
 
+GROUP_ROWS = 16
+"""Rows that are attended together on a CPU, those of like lengths: few pages are for nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What some rows of a batch see, or all, or those of a chunk; the same in every layer.
+
+    rows int64 [B], which of the batch, None for all; numbers [B, kv_heads, W] of their pages;
+    hidden bool [B, Q, L]: not seen; last [B * kv_heads] the last page of each, counted over all of
+    them, and behind bool [B * kv_heads, block_size, 1] its tokens that nobody sees.
+    """
+
+    rows: Tensor | None
+    numbers: Tensor
+    hidden: Tensor
+    last: Tensor
+    behind: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        storage: KVStorage,
+        tables: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        rows: Tensor | None = None,
+    ) -> Self:
+        """Of tables [B, W] that are seen up to `lengths` [B], each query up to `ends` [B, Q]."""
+        numbers, size = storage.page_numbers(tables), storage.block_size
+        batch, heads, width = numbers.shape
+        last = (lengths - 1).clamp(min=0)
+        first = torch.arange(batch * heads, device=tables.device).view(batch, heads) * width
+        tokens = torch.arange(size, device=tables.device)
+        behind = (tokens > (last % size)[:, None])[:, None].expand(-1, heads, -1)
+        columns = torch.arange(width * size, device=tables.device)
+        return cls(
+            rows=rows,
+            numbers=numbers,
+            hidden=columns >= ends[:, :, None],
+            last=(first + (last // size)[:, None]).flatten(),
+            behind=behind.reshape(-1, size, 1),
+        )
+
+
 class TorchAttention:
-    """Gathers the pages of each row or chunk, then attends densely under a mask. Stateless."""
+    """Gathers the pages of each row or chunk, then attends densely under a mask.
+
+    Owner: Device. Mutated only by: the device thread. On a CPU the pages go into one buffer, as
+    large as any batch has needed: memory that is new to a process costs more than the copy.
+    """
 
     name = "torch"
     workspace_bytes = 0
     abilities = Abilities(device_metadata=False, float32=True, packed_prefill=False)
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._batch: tuple[PagedRows | PackedChunks, list[_Seen]] | None = None
 
     def attend(
         self,
@@ -44,44 +100,91 @@ class TorchAttention:
 
     def decode(self, query: Tensor, storage: KVStorage, layer: int, rows: PagedRows) -> Tensor:
         """query [N, heads, head_dim] -> [N, heads, head_dim]; a padding row yields zeros."""
-        key, value = _gather(storage.layer(layer), rows.own_tables)
-        seen = _columns(key) < rows.lengths[:, None]
-        return _attend(query[:, None], key, value, seen[:, None])[:, 0]
+        first, *others = self._seen(storage, rows)
+        if first.rows is None:
+            output = self._attend(query[:, None], storage, layer, first)[:, 0]
+        else:
+            output = torch.empty_like(query)
+            for seen in (first, *others):
+                one = self._attend(query[seen.rows, None], storage, layer, seen)[:, 0]
+                output[seen.rows] = one
+        return output.masked_fill_((rows.lengths == 0)[:, None, None], 0.0)
 
     def prefill(
         self, query: Tensor, storage: KVStorage, layer: int, chunks: PackedChunks
     ) -> Tensor:
         """query [T, heads, head_dim] -> [T, heads, head_dim], one chunk after the other."""
-        pages, tables = storage.layer(layer), chunks.tables[chunks.chunk_rows]
         outputs = [torch.empty_like(query[:0])]
-        for chunk, (first, end) in enumerate(pairwise(chunks.bounds)):
-            key, value = _gather(pages, tables[chunk : chunk + 1])
-            seen = _columns(key) <= chunks.positions[first:end, None]
-            outputs.append(_attend(query[None, first:end], key, value, seen[None])[0])
+        for (first, end), seen in zip(
+            pairwise(chunks.bounds), self._seen(storage, chunks), strict=True
+        ):
+            outputs.append(self._attend(query[None, first:end], storage, layer, seen)[0])
         return torch.cat(outputs)
 
+    def _seen(self, storage: KVStorage, metadata: PagedRows | PackedChunks) -> list[_Seen]:
+        """What each part of a batch sees, worked out once for all layers."""
+        if self._batch is None or self._batch[0] is not metadata:
+            self._batch = metadata, _parts(storage, metadata)
+        return self._batch[1]
 
-def _gather(pages: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, kv_heads, W * block_size, head_dim] of tables [B, W], copied."""
-    kv_heads, block_size, head_dim = pages.shape[2:]
-    # Indexing head by head makes the copy come out in the order that the products want.
-    heads = torch.arange(kv_heads, device=pages.device)[:, None]
-    shape = (tables.shape[0], kv_heads, tables.shape[1] * block_size, head_dim)
-    key = pages[tables[:, None], KEYS, heads]
-    value = pages[tables[:, None], VALUES, heads]
-    return key.reshape(shape), value.reshape(shape)
+    def _attend(self, query: Tensor, storage: KVStorage, layer: int, seen: _Seen) -> Tensor:
+        """query [B, Q, heads, head_dim] -> the same shape."""
+        key_buffer, value_buffer = self._buffers(storage, seen.numbers)
+        key = storage.gather(layer, KEYS, seen.numbers, key_buffer)
+        value = storage.gather(layer, VALUES, seen.numbers, value_buffer)
+        # The last page that is seen may end in what was there before, and 0 * NaN is NaN.
+        pages = value.flatten(0, 2)
+        pages.index_copy_(0, seen.last, pages[seen.last].masked_fill_(seen.behind, 0.0))
+        return _attend(query, key.flatten(2, 3), value.flatten(2, 3), seen.hidden)
+
+    def _buffers(self, storage: KVStorage, numbers: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Room for the keys and the values of these pages; on a GPU torch has some by itself."""
+        if numbers.is_cuda:
+            return None, None
+        count = numbers.numel() * storage.pages[0, 0, 0, 0].numel()
+        if self._buffer is None or self._buffer.numel() < 2 * count:
+            self._buffer = torch.empty(2 * count, dtype=storage.pages.dtype)
+        return self._buffer[:count], self._buffer[count : 2 * count]
 
 
-def _columns(key: Tensor) -> Tensor:
-    """Token positions of the gathered keys, [W * block_size]."""
-    return torch.arange(key.shape[2], device=key.device)
+def _parts(storage: KVStorage, metadata: PagedRows | PackedChunks) -> list[_Seen]:
+    tables, lengths = metadata.seen_tables, metadata.lengths
+    if not isinstance(metadata, PackedChunks):
+        return [
+            _Seen.of(storage, tables[which, :width], lengths[which], lengths[which, None], rows)
+            for which, width, rows in _groups(metadata)
+        ]
+    return [
+        _Seen.of(
+            storage,
+            tables[chunk : chunk + 1],
+            lengths[chunk : chunk + 1],
+            metadata.positions[None, first:end] + 1,
+        )
+        for chunk, (first, end) in enumerate(pairwise(metadata.bounds))
+    ]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+def _groups(rows: PagedRows) -> Iterator[tuple[Tensor | slice, int, Tensor | None]]:
+    """Rows that go together: an index of them, the blocks of the longest, and the rows themselves.
+
+    On a CPU lengths are at hand; reading them from a GPU would mean waiting for it, so there all
+    rows are one group, and where they are few.
+    """
+    lengths, width = rows.lengths, rows.tables.shape[1]
+    if lengths.is_cuda or len(lengths) <= GROUP_ROWS:
+        yield slice(None), width, None
+        return
+    for some in torch.split(lengths.argsort(stable=True), GROUP_ROWS):
+        longest = int(lengths[some[-1]])
+        yield some, max(-(-longest // rows.block_size), 1), some
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
     """Masked attention in float32: query [B, Q, heads, head_dim] -> the same shape and dtype.
 
-    key, value [B, kv_heads, L, head_dim]; seen [B, Q, L] bool. Query head h reads KV head
-    h // (heads / kv_heads). `value` must be the caller's own copy: it is changed.
+    key, value [B, kv_heads, L, head_dim]; hidden [B, Q, L] bool. Query head h reads KV head
+    h // (heads / kv_heads). All values are numbers; a row that sees nothing means nothing.
     """
     batch, queries, heads, head_dim = query.shape
     kv_heads, length = key.shape[1:3]
@@ -90,11 +193,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     grouped = grouped.reshape(batch, kv_heads, group * queries, head_dim)
     scores = grouped @ key.float().transpose(2, 3)
     scores = scores.view(batch, kv_heads, group, queries, length)
-    hidden = ~seen[:, None, None]
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    # The second fill turns the 0/0 of a row that sees nothing into zeros.
-    weights = weights.masked_fill_(hidden, 0.0).view(batch, kv_heads, group * queries, length)
-    # A page holds whatever was there before beyond a row's length, and 0 * NaN is NaN.
-    value = value.masked_fill_(~seen.any(1)[:, None, :, None], 0.0)
+    weights = scores.masked_fill_(hidden[:, None, None], float("-inf")).softmax(-1)
+    weights = weights.view(batch, kv_heads, group * queries, length)
     output: Tensor = (weights @ value.float()).view(batch, heads, queries, head_dim)
     return output.transpose(1, 2).to(query.dtype)
