@@ -4,6 +4,7 @@ On CUDA with the shapes of Ouro-1.4B in bfloat16; elsewhere with ouro-tiny and f
 that the benchmark runs.
 
 python -m benchmarks.worker --json FILE
+python -m benchmarks.worker --part prefill
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 GOALS = {1: 1.2, 32: 2.8, 128: 7.4}
 """Milliseconds of a loop, at most, by rows."""
 
+PARTS = ("start", "prefill", "loop")
+
 START_GOAL = 60.0
 """Seconds from weights to the last captured graph, at most."""
 
@@ -60,7 +63,7 @@ def scale_of(device: torch.device) -> Scale:
     """Ouro-1.4B on CUDA, ouro-tiny elsewhere."""
     if device.type == "cuda":
         rows = (1, 8, 32, 64, 128, 256)
-        return Scale(OURO_1_4B, torch.bfloat16, rows, 1024, (128, 512, 2048), 20)
+        return Scale(OURO_1_4B, torch.bfloat16, rows, 1024, (128, 512, 1024, 2048), 20)
     return Scale(read_config(EMBEDDED_DIRECTORY), torch.float32, (1, 4), 64, (64,), 3)
 
 
@@ -162,21 +165,28 @@ def release(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def measure(device: torch.device, block_size: int) -> list[Figure]:
-    """All figures of a device."""
+def measure(device: torch.device, block_size: int, parts: Sequence[str]) -> list[Figure]:
+    """The figures of these PARTS on a device; those of loops need its ceilings."""
     scale = scale_of(device)
-    figures = start_figures(scale, device, block_size)
-    release(device)
-    bandwidth, rate = read_bandwidth(device), product_rate(device, scale.dtype)
-    release(device)
-    figures += [
-        Figure("ceiling: read-only bandwidth", bandwidth / 1e12, "TB/s"),
-        Figure("ceiling: matrix products", rate / 1e12, "TFLOP/s"),
-    ]
+    figures = []
+    if "start" in parts:
+        figures += start_figures(scale, device, block_size)
+        release(device)
+    bandwidth = rate = 0.0
+    if "loop" in parts:
+        bandwidth, rate = read_bandwidth(device), product_rate(device, scale.dtype)
+        release(device)
+        figures += [
+            Figure("ceiling: read-only bandwidth", bandwidth / 1e12, "TB/s"),
+            Figure("ceiling: matrix products", rate / 1e12, "TFLOP/s"),
+        ]
     model = random_model(scale.config, scale.dtype, device)
-    figures += prefill_figures(scale, model, block_size)
-    release(device)
-    return figures + loop_figures(scale, model, block_size, bandwidth, rate)
+    if "prefill" in parts:
+        figures += prefill_figures(scale, model, block_size)
+        release(device)
+    if "loop" in parts:
+        figures += loop_figures(scale, model, block_size, bandwidth, rate)
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,9 +195,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (default 16)")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=PARTS,
+        dest="parts",
+        help="measure this alone; may be repeated (default all)",
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    figures = measure(resolve_device(arguments.device), arguments.block_size)
+    parts = arguments.parts or PARTS
+    figures = measure(resolve_device(arguments.device), arguments.block_size, parts)
     print(table(figures))
     if arguments.json is not None:
         write_json(arguments.json, "worker", figures)

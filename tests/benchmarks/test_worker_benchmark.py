@@ -35,6 +35,13 @@ def test_the_report_holds_every_figure(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(name in shown for name in values)
 
 
+def test_a_part_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--device", "cpu", "--part", "prefill"])
+    shown = capsys.readouterr().out
+    assert "prefill, 64 tokens: eager" in shown
+    assert not any(other in shown for other in ("ceiling", "start", "loop"))
+
+
 @pytest.mark.parametrize("read_planes", [False, True])
 def test_a_batch_counts_its_work_and_can_be_run_again(read_planes: bool) -> None:
     config = OuroConfig.model_validate(config_values())
