@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-6
-ROWS = [1, 2, 3, 8, 17, 33, 64, 100]
+ROWS = [1, 2, 3, 8, 17, 33, 64, 100, 2500]
 SIZES = [(2048, 5632), (256, 704), (24, 40)]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
@@ -53,6 +53,16 @@ def test_products_equal_float64(rows: int, hidden: int, width: int, dtype: torch
     branch = kernels.branch(wide, down)
     whole = branch if branch.dim() == 2 else branch.sum(0)
     assert error(whole, wide.double() @ down.double().T) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"),
+    [(1, [1]), (1024, [1024]), (2047, [2047]), (2048, [1024, 1024]), (3500, [1024, 1024, 1452])],
+)
+def test_many_rows_are_multiplied_in_blocks(rows: int, blocks: list[int]) -> None:
+    from worker.models.triton_loop import row_blocks
+
+    assert row_blocks(rows) == blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -159,16 +159,14 @@ def residual_norm(
     return summed, output
 
 
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [N, 2 * width] -> [N, width]."""
+def gated(gate_up: torch.Tensor, output: torch.Tensor) -> None:
+    """silu(gate) * up of [N, 2 * width] into output [N, width]."""
     count, double = gate_up.shape
-    output = torch.empty(count, double // 2, dtype=gate_up.dtype, device=gate_up.device)
     total, block = output.numel(), 1024
     if count:
         swiglu_kernel[(triton.cdiv(total, block),)](
             gate_up, output, total, double // 2, block, num_warps=4, **dependent_launches()
         )
-    return output
 
 
 def hazards(hidden: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
