@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the loop's graphs. A batch takes the smallest that holds it, the rest being padding."""
 
-TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of the prefill's graphs; of more tokens, launching costs less than computing."""
+TOKEN_BUCKETS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of the prefill's graphs; of more tokens, launching costs far less than computing."""
 
 MAX_CHUNKS = 16
 """Prompts that one prefill graph may hold."""

@@ -205,3 +205,61 @@ def test_prefill_writes_what_torch_writes(shape: tuple[int, int, int], dtype: to
     assert error(output, expected.double()) < TOLERANCE[dtype]
     near, pages, exact = ROUNDING[dtype], ours.storage.pages, theirs.storage.pages
     torch.testing.assert_close(pages, exact, equal_nan=True, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize(("longest", "block_size"), [(200, 16), (900, 16), (900, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_over_history_equal_torch(
+    shape: tuple[int, int, int], dtype: torch.dtype, longest: int, block_size: int
+) -> None:
+    # Few tokens and many are read in different ways, see MAPPED_TOKENS.
+    # Own tokens in several tiles, history that ends inside one, empty chunks and padding rows
+    # behind the last, as in a graph; what they hold must not show.
+    chunks, empty, padding = [(0, longest), (70, 65), (300, 64), (9, 1), (128, 129)], 3, 5
+    starts, counts = zip(*chunks, strict=True)
+    lengths = [start + count for start, count in chunks]
+    ours, theirs = (Case(shape, dtype, lengths, block_size) for _ in range(2))
+    for case in (ours, theirs):
+        case.storage.pages.fill_(float("nan"))
+        for row, start in enumerate(starts):
+            position = torch.arange(start, device=DEVICE)
+            block = case.tables[case.table_rows[row], position // block_size]
+            keys, values = case.keys[row][:start], case.values[row][:start]
+            case.storage.write(LAYER, block, position % block_size, keys, values)
+    total, trash = sum(counts), ours.storage.scratch_block
+    tables = torch.cat([ours.tables, torch.full_like(ours.tables[:1], trash)])
+    owners = torch.arange(len(chunks)).repeat_interleave(torch.tensor(counts)).to(DEVICE)
+    positions = torch.cat([torch.arange(*span) for span in zip(starts, lengths, strict=True)])
+    nowhere = torch.full((padding,), len(tables) - 1, device=DEVICE)
+    bounds = (0, *accumulate(counts))
+    padded = PackedChunks(
+        positions=torch.cat([positions, torch.zeros(padding, dtype=torch.int64)]).to(DEVICE),
+        tables=tables,
+        table_rows=torch.cat([ours.table_rows[owners], nowhere]),
+        block_size=block_size,
+        chunk_rows=torch.cat([ours.table_rows, nowhere[:empty]]),
+        lengths=torch.tensor(lengths + [0] * empty, device=DEVICE),
+        bounds=(),
+        edges=torch.tensor(bounds + (total,) * empty, device=DEVICE),
+    )
+    exact = PackedChunks(
+        positions=positions.to(DEVICE),
+        tables=tables,
+        table_rows=ours.table_rows[owners],
+        block_size=block_size,
+        chunk_rows=ours.table_rows,
+        lengths=torch.tensor(lengths, device=DEVICE),
+        bounds=bounds,
+        edges=torch.tensor(bounds, device=DEVICE),
+    )
+    qkv = ours.normal(total + padding, ours.heads + 2 * ours.kv_heads, ours.head_dim)
+    qkv[total:] = float("nan")
+    frequencies = inverse_frequencies(10000.0, ours.head_dim, DEVICE)
+    rotary = Rotary(*rotary_tables(padded.positions, frequencies, dtype))
+    own = Rotary(rotary.cosine[:total], rotary.sine[:total])
+    output = attention(shape).attend(LAYER, qkv, rotary, ours.storage, padded)
+    expected = TorchAttention().attend(LAYER, qkv[:total], own, theirs.storage, exact)
+    assert error(output[:total], expected.double()) < TOLERANCE[dtype]
+    near, pages, written = ROUNDING[dtype], ours.storage.pages[:-1], theirs.storage.pages[:-1]
+    torch.testing.assert_close(pages, written, equal_nan=True, atol=near, rtol=near)

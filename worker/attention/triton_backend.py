@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from worker.attention.backend import Abilities, PackedChunks
 from worker.device_memory import tensor_bytes
+from worker.kernels.chunk_write import write
 from worker.kernels.decode import DecodeWorkspace, decode
-from worker.kernels.prefill import prefill, rotate_and_write
+from worker.kernels.prefill import prefill, reads_dense_keys
 
 if TYPE_CHECKING:
     import torch
@@ -49,18 +50,20 @@ class TritonAttention:
         metadata: PagedRows | PackedChunks,
     ) -> Tensor:
         """Rotate, write the rows' KV, attend: qkv [N, heads + 2 kv_heads, D] -> [N, heads, D]."""
+        rotations = (rotary.cosine, rotary.sine)
         if isinstance(metadata, PackedChunks):
-            query = rotate_and_write(
+            keys = write(
                 qkv,
                 storage.pages,
                 layer,
                 metadata.tables,
                 metadata.table_rows,
                 metadata.positions,
-                (rotary.cosine, rotary.sine),
+                rotations,
+                keep_keys=reads_dense_keys(qkv, len(metadata.chunk_rows)),
             )
-            return self.prefill(query, storage, layer, metadata)
-        return self._decode(qkv, storage, layer, metadata, (rotary.cosine, rotary.sine))
+            return self._prefill(qkv, storage, layer, metadata, rotations, keys)
+        return self._decode(qkv, storage, layer, metadata, rotations)
 
     def decode(self, query: Tensor, storage: KVStorage, layer: int, rows: PagedRows) -> Tensor:
         """query [N, heads, head_dim] -> [N, heads, head_dim]; a padding row yields zeros."""
@@ -70,6 +73,17 @@ class TritonAttention:
         self, query: Tensor, storage: KVStorage, layer: int, chunks: PackedChunks
     ) -> Tensor:
         """query [T, heads, head_dim] -> [T, heads, head_dim], all chunks in one launch."""
+        return self._prefill(query, storage, layer, chunks, None, None)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        storage: KVStorage,
+        layer: int,
+        chunks: PackedChunks,
+        rotary: tuple[Tensor, Tensor] | None,
+        keys: Tensor | None,
+    ) -> Tensor:
         return prefill(
             query,
             storage.pages,
@@ -78,6 +92,8 @@ class TritonAttention:
             chunks.chunk_rows,
             chunks.lengths,
             chunks.edges,
+            rotary,
+            keys,
         )
 
     def _decode(

@@ -1,4 +1,8 @@
-"""Packed prompt chunks: rotary embedding with the KV write, and causal attention over pages."""
+"""Causal attention of packed prompt chunks.
+
+In large batches a chunk's own keys and values are read where they are dense, by tensor maps, and
+only the history before the chunk page by page.
+"""
 
 from __future__ import annotations
 
@@ -7,176 +11,197 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker.kernels.decode import LOG2_E, LOWEST, turned
-from worker.kernels.launch import dependent_launches, power_of_two, wait_for_inputs
-
-
-@triton.jit
-def rotate_and_write_kernel(
-    qkv, query, pages, tables, table_rows, positions, cosine, sine,
-    layer_offset, stride_block, table_width,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Program (token, tile of heads); the heads of a token are q, then k, then v."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    inside = (d < HEAD_DIM)[None, :]
-    wait_for_inputs(DEPENDENT)
-    dtype = query.dtype.element_ty
-    row = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    cos = cosine + token * (HEAD_DIM // 2)
-    sin = sine + token * (HEAD_DIM // 2)
-    rotates = (head < HEADS + KV_HEADS)[:, None]
-    values = turned(row, head, d, cos, sin, rotates & inside, HEAD_DIM)
-    is_value = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None] & inside
-    plain = tl.load(row + head[:, None] * HEAD_DIM + d[None, :], mask=is_value, other=0.0)
-    values = tl.where(rotates, values, plain.to(tl.float32)).to(dtype)
-    target = query + (token * HEADS + head[:, None]) * HEAD_DIM + d[None, :]
-    tl.store(target, values, mask=(head < HEADS)[:, None] & inside)
-    position = tl.load(positions + token)
-    table = tables + tl.load(table_rows + token) * table_width
-    block = tl.load(table + position // BLOCK_SIZE)
-    page = pages + block * stride_block + layer_offset + position % BLOCK_SIZE * HEAD_DIM
-    # Keys and values of a page follow each other head by head, as k and v do in the row.
-    place = page + (head - HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + d[None, :]
-    stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
-    tl.store(place, values, mask=stored[:, None] & inside)
+from worker.kernels.chunk_write import turned_tokens
+from worker.kernels.decode import LOG2_E, LOWEST
+from worker.kernels.launch import HOPPER, dependent_launches, power_of_two, wait_for_inputs
 
 
 @triton.jit
-def attend_tokens(
-    acc, top, total, rows, position, pages, table, start, end, d, stride_block, value_offset,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Go on over tokens [start, end); without MASKED every row sees all of them."""
-    dtype = pages.dtype.element_ty
-    lane = tl.arange(0, BLOCK_N)
+def attend_tile(acc, top, total, score, value, HEAD_DIM: tl.constexpr):
+    """Go on over a tile of tokens, an online softmax of products [M, N] and values [N, D]."""
     scale = HEAD_DIM**-0.5 * LOG2_E
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    decay = tl.exp2(top - new_top)
+    weight = tl.exp2(score * scale - new_top[:, None])
+    total = total * decay + tl.sum(weight, 1)
+    weight = weight.to(value.dtype)
+    acc = tl.dot(weight, value, acc * decay[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def attend_pages(
+    acc, top, total, rows, position, pages, table, start, end, d, stride_block, value_offset,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on over tokens [start, end) of the pages; start is a multiple of BLOCK_N.
+
+    A row sees the tokens up to its position; without MASKED, every row all of them.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    inside = (d < HEAD_DIM)[None, :]
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         token = first + lane
-        if MASKED:
-            block = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
+        if BLOCK_N % BLOCK_SIZE == 0:
+            entry, offset = first // BLOCK_SIZE + lane // BLOCK_SIZE, lane % BLOCK_SIZE
         else:
-            block = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
-        place = pages + block * stride_block + (token % BLOCK_SIZE) * HEAD_DIM
-        where = place[:, None] + d[None, :]
-        inside = (d < HEAD_DIM)[None, :]
+            entry, offset = token // BLOCK_SIZE, token % BLOCK_SIZE
         if MASKED:
-            inside = inside & (token < end)[:, None]
-        key = tl.load(where, mask=inside, other=0.0)
-        value = tl.load(where + value_offset, mask=inside, other=0.0)
-        score = tl.dot(rows, tl.trans(key), input_precision="ieee") * scale
+            block = tl.load(table + entry, mask=token < end, other=0).to(tl.int32)
+            mask = inside & (token < end)[:, None]
+        else:
+            block = tl.load(table + entry).to(tl.int32)
+            mask = inside
+        place = pages + (block.to(tl.int64) * stride_block + offset * HEAD_DIM)
+        where = place[:, None] + d[None, :]
+        if MASKED or HEAD_DIM != BLOCK_D:
+            key = tl.load(where, mask=mask, other=0.0)
+            value = tl.load(where + value_offset, mask=mask, other=0.0)
+        else:
+            key = tl.load(where)
+            value = tl.load(where + value_offset)
+        score = tl.dot(rows, tl.trans(key), input_precision="ieee")
         if MASKED:
             score = tl.where(token[None, :] <= position[:, None], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        decay = tl.exp2(top - new_top)
-        weight = tl.exp2(score - new_top[:, None])
-        total = total * decay + tl.sum(weight, 1)
-        product = tl.dot(weight.to(dtype), value, input_precision="ieee")
-        acc = acc * decay[:, None] + product
-        top = new_top
+        acc, top, total = attend_tile(acc, top, total, score, value, HEAD_DIM)
     return acc, top, total
 
 
 @triton.jit
 def prefill_kernel(
-    query, output, pages, tables, chunk_rows, lengths, edges, chunks,
+    query, keys, key_map, value_map, cosine, sine,
+    output, pages, tables, chunk_rows, lengths, edges, chunks,
     layer_offset, stride_block, table_width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PAGE_STAGES: tl.constexpr,
+    FUSED: tl.constexpr, DENSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, head); each chunk has tiles of its own, found by their running sum."""
-    head = tl.program_id(1)
+    """Program (head, tile of rows); each chunk has tiles of its own, found by their running sum.
+
+    FUSED: `query` has q, k and v before the rotation. DENSE: the chunk's own tokens are taken from
+    `keys` and `query`, and the tiles are as wide as they are high.
+    """
+    head = tl.program_id(0)
+    # What the batch is was settled two kernels ago: only keys and `query` are the last ones' work.
+    # The last tile comes first: those that see most begin first, so that all end together.
+    skip = tl.program_id(1)
+    chunk, begin = 0, -1
+    upper = tl.load(edges + chunks).to(tl.int32)
+    for back in range(chunks):
+        lower = tl.load(edges + chunks - 1 - back).to(tl.int32)
+        tiles = tl.cdiv(upper - lower, BLOCK_M)
+        found = (skip >= 0) & (skip < tiles)
+        chunk = tl.where(found, chunks - 1 - back, chunk)
+        begin = tl.where(found, (tiles - 1 - skip) * BLOCK_M, begin)
+        skip -= tiles
+        upper = lower
     wait_for_inputs(DEPENDENT)
-    c = tl.arange(0, BLOCK_C)
-    known = c < chunks
-    firsts = tl.load(edges + c, mask=known, other=0).to(tl.int32)
-    counts = tl.load(edges + c + 1, mask=known, other=0).to(tl.int32) - firsts
-    tiles = tl.cdiv(counts, BLOCK_M)
-    ends = tl.cumsum(tiles, 0)
-    chunk = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
-    here = c == chunk
-    first = tl.sum(tl.where(here, firsts, 0), 0)
-    count = tl.sum(tl.where(here, counts, 0), 0)
-    begin = (tl.program_id(0) - tl.sum(tl.where(here, ends - tiles, 0), 0)) * BLOCK_M
-    if begin < count:
+    if begin >= 0:
+        first = tl.load(edges + chunk).to(tl.int32)
+        count = tl.load(edges + chunk + 1).to(tl.int32) - first
         length = tl.load(lengths + chunk).to(tl.int32)
-        dtype = pages.dtype.element_ty
+        start = length - count
         d = tl.arange(0, BLOCK_D)
         m = begin + tl.arange(0, BLOCK_M)
-        column = d < HEAD_DIM
-        mask = (m < count)[:, None] & column[None, :]
-        row = ((first + m).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-        rows = tl.load(query + row, mask=mask, other=0.0)
-        position = length - count + m
+        mask = (m < count)[:, None] & (d < HEAD_DIM)[None, :]
+        token = (first + m).to(tl.int64)
         kv_head = head // (HEADS // KV_HEADS)
-        own_pages = pages + layer_offset + kv_head * BLOCK_SIZE * HEAD_DIM
-        value_offset = KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        table = tables + tl.load(chunk_rows + chunk) * table_width
-        end = tl.minimum(length, length - count + begin + BLOCK_M)
-        # Up to here all rows of the tile see every token.
-        common = (length - count + begin) // BLOCK_N * BLOCK_N
+        WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS if FUSED else HEADS) * HEAD_DIM
+        source = query + token * WIDTH + head * HEAD_DIM
+        if FUSED:
+            rotation = token * (HEAD_DIM // 2)
+            rows = turned_tokens(source, cosine + rotation, sine + rotation, d, mask, HEAD_DIM)
+        else:
+            rows = tl.load(source[:, None] + d[None, :], mask=mask, other=0.0)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        acc, top, total = attend_tokens(
+        if DENSE:
+            own_keys = keys + first.to(tl.int64) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+            column = (HEADS + KV_HEADS + kv_head) * HEAD_DIM
+            own_values = query + first.to(tl.int64) * WIDTH + column
+            lane = tl.arange(0, BLOCK_N)
+            # The rows themselves: no tensor map, which would read on into the next chunk. One step,
+            # yet a loop, since its buffers are then those of the loops that follow.
+            for n in tl.range(begin, begin + BLOCK_M, BLOCK_N, num_stages=1):
+                own = n + lane
+                wide = own.to(tl.int64)[:, None]
+                inside = (own < count)[:, None] & (d < HEAD_DIM)[None, :]
+                place = own_keys + wide * (KV_HEADS * HEAD_DIM) + d[None, :]
+                key = tl.load(place, mask=inside, other=0.0)
+                place = own_values + wide * WIDTH + d[None, :]
+                value = tl.load(place, mask=inside, other=0.0)
+                score = tl.dot(rows, tl.trans(key), input_precision="ieee")
+                score = tl.where(own[None, :] <= m[:, None], score, float("-inf"))
+                acc, top, total = attend_tile(acc, top, total, score, value, HEAD_DIM)
+            for n in tl.range(0, begin, BLOCK_N, num_stages=STAGES):
+                key = key_map.load([first + n, kv_head * HEAD_DIM])
+                score = tl.dot(rows, key.T)
+                value = value_map.load([first + n, column])
+                acc, top, total = attend_tile(acc, top, total, score, value, HEAD_DIM)
+            common = start // BLOCK_N * BLOCK_N
+            end = start
+            position = tl.zeros([BLOCK_M], tl.int32) + (start - 1)
+        else:
+            # Up to here all rows of the tile see every token.
+            common = (start + begin) // BLOCK_N * BLOCK_N
+            end = tl.minimum(length, start + begin + BLOCK_M)
+            position = start + m
+        own_pages = pages + layer_offset + kv_head * BLOCK_SIZE * HEAD_DIM
+        value_offset = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        table = tables + tl.load(chunk_rows + chunk) * table_width
+        acc, top, total = attend_pages(
             acc, top, total, rows, position, own_pages, table, 0, common, d,
-            stride_block, value_offset, HEAD_DIM, BLOCK_SIZE, BLOCK_N, STAGES, False,
+            stride_block, value_offset,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, PAGE_STAGES, False,
         )  # fmt: skip
-        acc, top, total = attend_tokens(
+        acc, top, total = attend_pages(
             acc, top, total, rows, position, own_pages, table, common, end, d,
-            stride_block, value_offset, HEAD_DIM, BLOCK_SIZE, BLOCK_N, STAGES, True,
+            stride_block, value_offset,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, 1 if DENSE else PAGE_STAGES, True,
         )  # fmt: skip
-        tl.store(output + row, (acc / total[:, None]).to(dtype), mask=mask)
+        target = output + (token * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(target, (acc / total[:, None]).to(rows.dtype), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a program attends: rows at once, tokens a step, stages of the loop, warps."""
+    """How a program attends: rows at once, tokens a step, stages of its loops, warps.
+
+    The address of a page is a load of its own, so pages are (page_stages - 1) / 2 steps ahead.
+    """
 
     rows: int
     tokens: int
     stages: int
+    page_stages: int
     warps: int
 
 
-WIDE = Tiling(rows=64, tokens=64, stages=3, warps=4)
-EXACT = Tiling(rows=32, tokens=32, stages=1, warps=4)
+MAPPED = Tiling(rows=64, tokens=64, stages=3, page_stages=3, warps=4)
+"""For chunks whose own tokens are read by tensor maps."""
+
+PAGED = Tiling(rows=64, tokens=64, stages=1, page_stages=5, warps=4)
+EXACT = Tiling(rows=32, tokens=32, stages=1, page_stages=1, warps=4)
 """For float32, whose products have no tensor cores."""
 
+MAPPED_DIMS = (64, 128)
+"""Head dimensions whose tiles a tensor map brings as the matrix units want them."""
 
-def rotate_and_write(
-    qkv: torch.Tensor,
-    pages: torch.Tensor,
-    layer: int,
-    tables: torch.Tensor,
-    table_rows: torch.Tensor,
-    positions: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Rotated queries [T, heads, D] of qkv [T, heads + 2 kv_heads, D]; k and v go to the pages.
+MAPPED_TOKENS, MAPPED_CHUNKS = 512, 16
+"""Tensor maps cost the host time at each launch that no graph takes over: fewer tokens gain too
+little by them, and more chunks are in no graph."""
 
-    `rotary` is cosine and sine [T, D / 2].
-    """
-    _, _, _, kv_heads, block_size, head_dim = pages.shape
-    tokens, together, _ = qkv.shape
-    heads = together - 2 * kv_heads
-    query = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if tokens == 0:
-        return query
-    tile = min(power_of_two(together), 16)
-    rotate_and_write_kernel[(tokens, triton.cdiv(together, tile))](
-        qkv, query, pages, tables, table_rows, positions, *rotary,
-        layer * pages.stride(1), pages.stride(0), tables.stride(0),
-        heads, kv_heads, head_dim, power_of_two(head_dim), tile, block_size,
-        num_warps=4, **dependent_launches(),
-    )  # fmt: skip
-    return query
+
+def reads_dense_keys(qkv: torch.Tensor, chunks: int) -> bool:
+    """Whether `prefill` should be given the keys of these rows, by their shape alone."""
+    tokens, _, head_dim = qkv.shape
+    large = tokens >= MAPPED_TOKENS and chunks <= MAPPED_CHUNKS
+    return HOPPER and qkv.dtype == torch.bfloat16 and head_dim in MAPPED_DIMS and large
 
 
 def prefill(
@@ -187,24 +212,40 @@ def prefill(
     chunk_rows: torch.Tensor,
     lengths: torch.Tensor,
     edges: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of query [T, heads, D]; chunk c has the rows edges[c] .. edges[c + 1] - 1.
+    """Causal attention [T, heads, D]; chunk c has the rows edges[c] .. edges[c + 1] - 1.
 
-    Rows behind the last edge are not computed.
+    `query` is [T, heads, D], rotated; with `rotary`, it is what `write` was given, and `keys` may
+    be what that returned: what a chunk sees of itself is then read from both, not from the pages.
+    All keys and values are in the pages already. Rows behind the last edge are not computed.
     """
     _, _, _, kv_heads, block_size, head_dim = pages.shape
     tokens, heads, _ = query.shape
-    output = torch.empty_like(query)
+    if rotary is not None:
+        heads -= 2 * kv_heads
+    output = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     if tokens == 0:
         return output
-    tiling = EXACT if query.dtype == torch.float32 else WIDE
+    tiling = PAGED if keys is None else MAPPED
+    if query.dtype == torch.float32:
+        tiling = EXACT
+    key_map = value_map = None
+    if keys is not None:
+        tile = [tiling.tokens, head_dim]
+        key_map = TensorDescriptor.from_tensor(keys.view(tokens, -1), tile)
+        value_map = TensorDescriptor.from_tensor(query.view(tokens, -1), tile)
+    cosine, sine = (None, None) if rotary is None else rotary
     chunks = len(chunk_rows)
     # A tile more for each chunk, since the last one of a chunk need not be full.
-    prefill_kernel[(triton.cdiv(tokens, tiling.rows) + chunks, heads)](
-        query, output, pages, tables, chunk_rows, lengths, edges, chunks,
+    prefill_kernel[(heads, triton.cdiv(tokens, tiling.rows) + chunks)](
+        query, keys, key_map, value_map, cosine, sine,
+        output, pages, tables, chunk_rows, lengths, edges, chunks,
         layer * pages.stride(1), pages.stride(0), tables.stride(0),
         heads, kv_heads, head_dim, max(power_of_two(head_dim), 16), block_size,
-        power_of_two(chunks), tiling.rows, tiling.tokens, tiling.stages,
+        tiling.rows, tiling.tokens, tiling.stages, tiling.page_stages,
+        rotary is not None, keys is not None,
         num_warps=tiling.warps, **dependent_launches(),
     )  # fmt: skip
     return output
