@@ -9,20 +9,19 @@ python -m benchmarks.decode --json FILE
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.command import command_line, finish
 from benchmarks.device_times import read_bandwidth
 from benchmarks.loop_batch import OURO_1_4B, random_model
-from benchmarks.report import Figure, progress, table, write_json
+from benchmarks.report import Figure, progress, table
 from protocol.identity import RequestKey
 from protocol.plan import Admission, ExecutionPlan, PrefillBatch
 from protocol.resident import ResidentBatch, ResidentTerms
@@ -33,6 +32,7 @@ from worker.graphs import most_rows
 from worker.kv_storage import KVStorage
 from worker.model_runner import ModelRunner
 from worker.models.config import read_config
+from worker.models.ouro import tensor_shapes
 from worker.models.registry import EMBEDDED_DIRECTORY
 from worker.readback import ReadbackPool
 from worker.slot_table import SlotTable
@@ -42,6 +42,7 @@ from worker.worker import open_tick_graphs, resolve_device, with_graphs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from worker.models.config import OuroConfig
     from worker.models.ouro import OuroModel
     from worker.outcome import PlanOutcome
 
@@ -50,6 +51,9 @@ GOALS = {1: 300.0, 32: 3900.0, 128: 6000.0}
 
 FLOORS = {1: 642.0, 32: 5911.0, 128: 7376.0}
 """What reading weights and history once a loop would allow at 4.3 TB/s, computed beforehand."""
+
+FLOOR_BANDWIDTH = 4.3e12
+"""Bytes a second that floors are computed with."""
 
 MIXED = (1, 1, 2, 2, 2, 3, 3, 3, 4, 4)
 """Exit depths of ten tokens of the trace, in any order: 2.5 in the mean."""
@@ -66,6 +70,20 @@ class Scale:
     plans: int
     ticks: int
     block_size: int
+
+
+def floor_tick_ms(config: OuroConfig, dtype: torch.dtype, rows: int, context: int) -> float:
+    """Milliseconds in which a device reads the layers' weights once, and each row's history.
+
+    Example: Ouro-1.4B in bfloat16, 32 rows of 1,088 tokens: (2.47 + 32 * 0.214) GB at 4.3 TB/s ->
+    2.16 ms, or 5,911 outputs a second at a mean depth of 2.5.
+    """
+    layers = (shape for name, shape in tensor_shapes(config).items() if ".layers." in name)
+    weights = sum(torch.Size(shape).numel() for shape in layers) * dtype.itemsize
+    token = KVStorage.bytes_per_block(
+        config.num_hidden_layers, config.num_key_value_heads, 1, config.head_dim, dtype
+    )
+    return (weights + rows * context * token) / FLOOR_BANDWIDTH * 1e3
 
 
 class DecodeRun:
@@ -175,10 +193,7 @@ def measure(model: OuroModel, scale: Scale, rows: int, depths: Sequence[int]) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
-    arguments = parser.parse_args(argv)
+    arguments = command_line("decode", __doc__, device=True).parse_args(argv)
     device = resolve_device(arguments.device)
     on_cuda = device.type == "cuda"
     config = OURO_1_4B if on_cuda else read_config(EMBEDDED_DIRECTORY)
@@ -194,9 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             figures += measure(model, scale, rows, depths)
             if on_cuda:
                 torch.cuda.empty_cache()
-    print(table(figures))
-    if arguments.json is not None:
-        write_json(arguments.json, "decode", figures)
+    finish("decode", figures, table(figures), arguments)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,33 @@ def table(figures: Sequence[Figure]) -> str:
         if figure.goal is not None:
             sign = ">=" if figure.at_least else "<"
             goal = f"  goal {sign} {figure.goal:g}: {'met' if figure.met else 'MISSED'}"
-        digits = 3 if figure.unit in ("ms", "TB/s") else 1
-        lines.append(f"{figure.name:<{width}}  {figure.value:>10.{digits}f} {figure.unit}{goal}")
+        value = f"{figure.value:>10.{_digits(figure.unit)}f}"
+        lines.append(f"{figure.name:<{width}}  {value} {figure.unit}{goal}")
     return "\n".join(lines)
+
+
+def grid(figures: Sequence[Figure]) -> str:
+    """Figures named "row: column" as lines and columns, then those with a goal one a line."""
+    rows: dict[str, dict[str, str]] = {}
+    units: dict[str, str] = {}
+    for figure in figures:
+        row, _, column = figure.name.rpartition(": ")
+        units[column] = figure.unit
+        rows.setdefault(row, {})[column] = f"{figure.value:.{_digits(figure.unit)}f}"
+    cells = [["", *units], ["", *units.values()]]
+    cells += [[row, *(found.get(column, "") for column in units)] for row, found in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in cells
+    ]
+    goals = [figure for figure in figures if figure.goal is not None]
+    return "\n".join(lines) + (f"\n\n{table(goals)}" if goals else "")
+
+
+def _digits(unit: str) -> int:
+    """Digits behind the point that a value of this unit is shown with."""
+    return {"loops": 2, "ms": 3, "TB/s": 3, "times": 2, "nats": 4}.get(unit, 1)
 
 
 def write_json(path: Path, benchmark: str, figures: Sequence[Figure]) -> None:

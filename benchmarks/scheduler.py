@@ -5,14 +5,13 @@ python -m benchmarks.scheduler --json FILE
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.command import command_line, finish
 from benchmarks.host_cost import host_costs, tick_costs
 from benchmarks.placement import LONG_CONTEXT_LOADS, compare_placements
-from benchmarks.report import table, write_json
+from benchmarks.report import table
 from benchmarks.simulation import LONG_CONTEXT
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    parser = command_line("scheduler", __doc__)
     parser.add_argument("--rounds", type=int, default=200, help="plans of each size (default 200)")
     parser.add_argument("--requests", type=int, default=10_000, help="simulated (default 10000)")
     parser.add_argument("--workers", type=int, default=100, help="simulated (default 100)")
@@ -35,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures += compare_placements(
         requests, workers, loads=LONG_CONTEXT_LOADS, cost=LONG_CONTEXT, processes=cores
     )
-    print(table(figures))
-    if arguments.json is not None:
-        write_json(arguments.json, "scheduler", figures)
+    finish("scheduler", figures, table(figures), arguments)
 
 
 if __name__ == "__main__":

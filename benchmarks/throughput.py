@@ -1,73 +1,86 @@
-"""Output tokens a second of an engine and its worker, prompts included, in a closed loop.
+"""Output tokens a second of an engine and its worker, prompts included, beside plain baselines.
 
-`concurrency` requests are in work at any time; as one ends, the next begins. On CUDA with the
-shapes of Ouro-1.4B in bfloat16, seeded random weights, 1,024 tokens in and 128 out, exit depths
-forced to a seeded trace of mean 2.5 or to 4; elsewhere ouro-tiny at falling thresholds.
+A closed loop: so many requests are in work at any time; as one ends, the next begins. On CUDA with
+the shapes of Ouro-1.4B in bfloat16, seeded random weights, 1,024 tokens in and 128 out, exit depths
+forced to a seeded trace of mean 2.5 or to 4. Elsewhere ouro-tiny in float32 at falling thresholds:
+pieces of held-out text, mixed lengths. The same requests run through static batches of the same
+model and, on a CPU with the extra `baseline`, through Hugging Face generate on a Llama with as many
+operations a token. What is compared runs in turns; figures are medians of the rounds.
 
 python -m benchmarks.throughput --json FILE
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
 import tempfile
-import time
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.decode import FULL, MIXED
+from benchmarks.command import command_line, finish
+from benchmarks.comparison import Comparison, Variant
+from benchmarks.decode import FULL, MIXED, floor_tick_ms
+from benchmarks.hugging_face import MISSING, LlamaBatches, is_available
 from benchmarks.loop_batch import OURO_1_4B, random_weights
-from benchmarks.report import Figure, progress, table, write_json
-from cluster.drivers import SyncDriver
+from benchmarks.plot import Panel
+from benchmarks.report import Figure, grid, progress
+from benchmarks.static_batch import StaticBatches
+from benchmarks.workload import held_out_asks, random_asks
 from protocol.config import CacheSettings, ModelSettings, SchedulerSettings, WorkerSettings
-from protocol.sampling import SamplingParams
-from scheduler.engine import Engine
 from worker.local_executor import LocalExecutor
-from worker.worker import resolve_device
+from worker.models.config import read_config
+from worker.models.registry import EMBEDDED_DIRECTORY
+from worker.worker import load_settings, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from benchmarks.comparison import Baseline
+    from benchmarks.workload import Ask
     from worker.models.config import OuroConfig
 
 GOALS = {32: 2500.0, 128: 3200.0}
 """Output tokens a second, at least, on CUDA at a mean depth of 2.5."""
 
-TIMEOUT = 600.0
+OUTSIDE_GOAL = 15.0
+"""Percent of the time outside the model, at most, on a CPU with 32 requests at once."""
+
+STATIC, LLAMA = "static batches", "Hugging Face"
+RATIO_GOALS = {
+    1: {("threshold 0.9", LLAMA): 3.0},
+    8: {("threshold 0.9", LLAMA): 3.0},
+    32: {("threshold 0.9", LLAMA): 3.0, ("threshold 0.9", STATIC): 3.0},
+}
+"""Times a baseline's outputs a second, at least, on a CPU, by requests at once."""
+
+SCHEDULER = SchedulerSettings(
+    prefill_chunk_size=1024,
+    max_prefill_tokens=2048,
+    max_waiting=4096,
+    prefix_caching=False,
+    plans_in_flight=2,
+    max_ticks=16,
+)
+
+PROMPT, OUTPUTS = 1024, 128
+"""Tokens of a request on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One closed loop: how many at once and in all, and what each of them is."""
+class Case:
+    """So many requests at once, in each of these ways."""
 
-    name: str
     concurrency: int
-    requests: int
-    prompt: int
-    outputs: int
-    depths: tuple[int, ...] = ()
-    threshold: float = 1.0
+    variants: tuple[Variant, ...]
 
-    def params(self, pick: random.Random) -> SamplingParams:
-        """Greedy outputs, at forced depths if there are any."""
-        forced = None
-        if self.depths:
-            tens = (pick.sample(self.depths, len(self.depths)) for _ in range(self.outputs))
-            forced = (4, *chain.from_iterable(tens))[: self.outputs]
-        return SamplingParams(
-            max_tokens=self.outputs,
-            exit_threshold=self.threshold,
-            forced_depths=forced,
-            ignore_eos=True,
-            seed=0,
-        )
+    @property
+    def asks(self) -> Sequence[Ask]:
+        """The requests; all ways have the same lengths."""
+        return self.variants[0].asks
 
 
 def write_checkpoint(config: OuroConfig, directory: Path, device: torch.device) -> None:
@@ -79,106 +92,126 @@ def write_checkpoint(config: OuroConfig, directory: Path, device: torch.device) 
     save_file(on_host, directory / "model.safetensors")
 
 
-def run(load: Load, executor: LocalExecutor, settings: SchedulerSettings) -> list[Figure]:
-    """One closed loop over a worker."""
-    progress(f"throughput: {load.name}")
-    executor.begin_epoch(executor.epoch + 1, TIMEOUT)
-    engine = Engine(settings)
-    driver = SyncDriver(engine, {"lane-0": executor}, TIMEOUT)
-    pick = random.Random(0)
-    vocab_size = executor.profile().model.vocab_size
-    started = time.perf_counter()
-    added: dict[str, float] = {}
-    firsts: list[float] = []
-    tokens = loops = 0
-
-    def add() -> None:
-        name = f"r{len(added)}"
-        prompt = [pick.randrange(1, vocab_size) for _ in range(load.prompt)]
-        added[name] = time.perf_counter()
-        engine.add(name, prompt, load.params(pick), 0)
-
-    for _ in range(load.concurrency):
-        add()
-    while engine.has_work():
-        for output in driver.step():
-            output.raise_error()
-            if output.start_index == 0 and output.tokens:
-                firsts.append(time.perf_counter() - added[output.key.request_id])
-            tokens += len(output.tokens)
-            loops += sum(output.exit_depths)
-            if output.finish_reason is not None and len(added) < load.requests:
-                add()
-    seconds = time.perf_counter() - started
-    on_cuda = executor.profile().device.startswith("cuda")
-    goal = GOALS.get(load.concurrency) if on_cuda and load.depths == MIXED else None
-    return [
-        Figure(f"{load.name}: output", tokens / seconds, "tok/s", goal, at_least=True),
-        Figure(f"{load.name}: prompts", load.requests * load.prompt / seconds, "tok/s"),
-        Figure(f"{load.name}: mean depth", loops / tokens, "loops"),
-        Figure(f"{load.name}: first output, mean", sum(firsts) / len(firsts) * 1e3, "ms"),
-    ]
-
-
-def loads_of(device: torch.device, quick: bool) -> list[Load]:
+def cases_of(device: torch.device, *, quick: bool) -> list[Case]:
     """What is measured on a device."""
+    cases = []
     if device.type == "cuda":
-        return [
-            Load(f"{size} at once, depth {name}", size, 2 * size, 1024, 128, depths)
-            for size in (32, 128)
-            for name, depths in (("2.5", MIXED), ("4", FULL))
-        ]
-    sizes, outputs = ((1, 4), 8) if quick else ((1, 8, 32), 64)
-    return [
-        Load(f"{size} at once, threshold {limit}", size, 2 * size, 48, outputs, (), limit)
-        for size in sizes
-        for limit in (1.0, 0.9, 0.7)
-    ]
+        for size in (1, 8, 32, 128):
+            variants = []
+            for name, depths in (("depth 2.5", MIXED), ("depth 4", FULL)):
+                asks = random_asks(2 * size, PROMPT, OUTPUTS, depths, OURO_1_4B.vocab_size)
+                goal = GOALS.get(size) if depths == MIXED else None
+                variants.append(Variant(name, asks, goal=goal))
+            cases.append(Case(size, tuple(variants)))
+        return cases
+    for size in (1, 4) if quick else (1, 8, 32):
+        lengths = ((8, 16), (4, 8)) if quick else ((16, 128), (16, 128))
+        asks = held_out_asks(max(2 * size, 2 if quick else 8), *lengths)
+        limits = (1.0, 0.9, 0.7)
+        ways = tuple(Variant(f"threshold {limit}", asks, limit) for limit in limits)
+        cases.append(Case(size, ways))
+    return cases
+
+
+def worker_settings(
+    case: Case, model: ModelSettings, device: torch.device, threads: int | None
+) -> WorkerSettings:
+    """A worker with a slot and blocks for each request of a case."""
+    longest = max(len(ask.prompt) + ask.outputs for ask in case.asks)
+    return WorkerSettings(
+        model=model,
+        cache=CacheSettings(num_blocks=case.concurrency * 4 * -(-longest // 16)),
+        device=str(device),
+        num_slots=case.concurrency,
+        max_step_tokens=2048,
+        num_threads=threads,
+    )
+
+
+class Baselines:
+    """What the engine is compared with. Owner: main. Mutated only by: nothing."""
+
+    def __init__(self, settings: ModelSettings, device: torch.device) -> None:
+        self._static = StaticBatches(load_settings(WorkerSettings(model=settings), device))
+        self._device = device
+        self._llama = None
+        if device.type == "cpu" and is_available():
+            self._llama = LlamaBatches(read_config(EMBEDDED_DIRECTORY))
+        elif device.type == "cpu":
+            progress(MISSING)
+
+    def fitting(self, case: Case) -> dict[str, Baseline]:
+        """Those whose batches fit beside the worker that is open."""
+        found: dict[str, Baseline] = {}
+        needed = self._static.cache_bytes(case.asks[: case.concurrency])
+        if self._device.type == "cuda" and 1.1 * needed > torch.cuda.mem_get_info(self._device)[0]:
+            progress(f"{STATIC} of {case.concurrency} are left out: no room for their KV as well")
+        else:
+            found[STATIC] = self._static.run
+        if self._llama is not None:
+            found[LLAMA] = self._llama.run
+        return found
+
+
+def measure(
+    case: Case, executor: LocalExecutor, baselines: Baselines, rounds: int, *, quick: bool
+) -> list[Figure]:
+    """All figures of a case, over a worker that has as many slots."""
+    on_cpu = executor.profile().device == "cpu"
+    size, floor = case.concurrency, None
+    if not on_cpu:
+        floor = floor_tick_ms(OURO_1_4B, torch.bfloat16, size, PROMPT + OUTPUTS // 2)
+    fitting = baselines.fitting(case)
+    progress(f"throughput: {size} at once, not counted")
+    # The first run pays for what is compiled and cached as it is met.
+    first = Variant("warm-up", case.asks[:size], case.variants[-1].threshold)
+    Comparison(size, [first], fitting, on_cpu=False).turn(executor, SCHEDULER)
+    comparison = Comparison(size, case.variants, fitting, on_cpu=on_cpu, floor_ms=floor)
+    for number in range(rounds):
+        progress(f"throughput: {size} at once, round {number + 1} of {rounds}")
+        comparison.turn(executor, SCHEDULER)
+    has_goals = on_cpu and not quick
+    goals = RATIO_GOALS.get(size, {}) if has_goals else {}
+    return comparison.figures(OUTSIDE_GOAL if has_goals and size == 32 else None, goals)
+
+
+def panels(figures: Sequence[Figure]) -> list[Panel]:
+    """Outputs a second, and the time outside the model, by requests at once."""
+    found = []
+    for column, label in (("output", "tok/s"), ("outside the model", "% of the time")):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for figure in figures:
+            row, _, name = figure.name.rpartition(": ")
+            if name == column:
+                size, _, line = row.partition(" at once, ")
+                lines.setdefault(line, []).append((float(size), figure.value))
+        if lines:
+            found.append(Panel(column, "requests at once", label, lines, log_x=True))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the table, and write it as JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
-    parser.add_argument("--quick", action="store_true", help="few and short requests on a CPU")
+    """Measure, print the table, and write what is asked for."""
+    parser = command_line("throughput", __doc__, device=True, quick=True)
+    parser.add_argument("--rounds", type=int, default=3, help="of everything (default 3)")
+    parser.add_argument("--threads", type=int, help="of a CPU, for each of those compared")
     arguments = parser.parse_args(argv)
-    device = resolve_device(arguments.device)
-    on_cuda = device.type == "cuda"
-    loads = loads_of(device, arguments.quick)
-    scheduler = SchedulerSettings(
-        prefill_chunk_size=1024,
-        max_prefill_tokens=2048,
-        max_waiting=4096,
-        prefix_caching=False,
-        plans_in_flight=2,
-        max_ticks=16,
-    )
+    device, quick = resolve_device(arguments.device), arguments.quick
+    rounds = 1 if quick else arguments.rounds
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as directory:
         model = ModelSettings()
-        if on_cuda:
+        if device.type == "cuda":
             write_checkpoint(OURO_1_4B, Path(directory), device)
             model = ModelSettings(model=directory, dtype="bfloat16")
-        slots = max(load.concurrency for load in loads)
-        longest = max(load.prompt + load.outputs for load in loads)
-        cache = CacheSettings(num_blocks=slots * 4 * -(-longest // 16))
-        worker = WorkerSettings(
-            model=model,
-            cache=cache,
-            device=str(device),
-            num_slots=slots,
-            max_step_tokens=2048,
-        )
-        with LocalExecutor.open(worker) as executor:
-            # The first requests pay for what is compiled and cached as it is met.
-            first = replace(loads[0], name="warm-up, not counted", requests=loads[0].concurrency)
-            run(first, executor, scheduler)
-            for load in loads:
-                figures += run(load, executor, scheduler)
-    print(table(figures))
-    if arguments.json is not None:
-        write_json(arguments.json, "throughput", figures)
+        baselines = Baselines(model, device)
+        for case in cases_of(device, quick=quick):
+            settings = worker_settings(case, model, device, arguments.threads)
+            with LocalExecutor.open(settings) as executor:
+                figures += measure(case, executor, baselines, rounds, quick=quick)
+    finish("throughput", figures, grid(figures), arguments, panels(figures))
 
 
 if __name__ == "__main__":

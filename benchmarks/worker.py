@@ -9,20 +9,19 @@ python -m benchmarks.worker --part prefill
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.command import command_line, finish
 from benchmarks.device_times import captured, milliseconds, product_rate, read_bandwidth
 from benchmarks.loop_batch import OURO_1_4B, LoopBatch, Products, random_model
-from benchmarks.report import Figure, progress, table, write_json
+from benchmarks.report import Figure, progress, table
 from protocol.identity import RequestKey
 from protocol.plan import PrefillBatch
 from worker.attention.choice import choose_attention
@@ -191,9 +190,7 @@ def measure(device: torch.device, block_size: int, parts: Sequence[str]) -> list
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
+    parser = command_line("worker", __doc__, device=True)
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block (default 16)")
     parser.add_argument(
         "--part",
@@ -206,9 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parts = arguments.parts or PARTS
     figures = measure(resolve_device(arguments.device), arguments.block_size, parts)
-    print(table(figures))
-    if arguments.json is not None:
-        write_json(arguments.json, "worker", figures)
+    finish("worker", figures, table(figures), arguments)
 
 
 if __name__ == "__main__":
