@@ -72,7 +72,7 @@ def boundary(
     logits = slots.adjuster.adjust_seats(logits, seats, early, needs)
     tokens = draw(on, logits, seats, outputs, kinds)
     if needs.penalized:
-        slots.adjuster.counts[seats, tokens] += 1
+        slots.adjuster.count_seats(tokens, seats)
     ends = _commit(on, seats, tokens, broken)
     return Outputs(tokens, exit_depths, broken, ends, logits)
 

@@ -279,7 +279,7 @@ class ModelRunner:
         yields: Callable[[], bool],
     ) -> StepReader:
         """In captured graphs where the batch fits some, else eagerly."""
-        if self._tick_graphs is not None and self._tick_graphs.fits(batch, rows):
+        if self._tick_graphs is not None and self._tick_graphs.fits(batch):
             pending = self._tick_graphs.run(batch, rows, yields, lease)
         else:
             self._settle(whatever=True)

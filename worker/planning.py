@@ -24,7 +24,7 @@ from worker.memory import (
 from worker.probe import probe_peak
 from worker.slot_table import SlotTable
 from worker.stages import Device
-from worker.tick_graphs import tick_bytes
+from worker.tick_lines import tick_bytes
 
 if TYPE_CHECKING:
     from protocol.config import WorkerSettings

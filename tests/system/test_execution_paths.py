@@ -12,7 +12,7 @@ from protocol.config import CacheSettings, ModelSettings, SchedulerSettings, Wor
 from protocol.layout import Layout
 from protocol.sampling import SamplingParams
 from scheduler.engine import Engine
-from tests.reference import reference_run
+from tests.reference import ReferenceRun, reference_run
 from tests.scheduler.bench import texts
 from tests.workload import MARGIN
 from worker.local_executor import LocalExecutor
@@ -34,6 +34,35 @@ PLAIN: tuple[Case, ...] = (
 URGENT: tuple[Case, ...] = (
     ("urgent", (77, 1, 5), {"exit_threshold": 0.5, "seed": 60, "temperature": 0.9}),
 )
+WISHED: tuple[Case, ...] = (
+    (
+        "filtered",
+        (900, 31, 7),
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "seed": 7, "logprobs": 3},
+    ),
+    (
+        "penalized",
+        (1648, 1424, 261, 658, 14, 3),
+        {
+            "exit_threshold": 0.9,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+            "seed": 1,
+            "logprobs": 0,
+        },
+    ),
+    (
+        "biased",
+        (12, 3000, 55, 8),
+        {"temperature": 0.8, "seed": 6, "logit_bias": {261: 4.0, 14: -50.0}, "logprobs": 20},
+    ),
+    (
+        "late",
+        (2, 3),
+        {"exit_threshold": 0.9, "seed": 1, "min_tokens": 3, "stop_token_ids": (2, 201)},
+    ),
+)
 CASES = PLAIN + URGENT
 """(id, prompt, parameters); each has 10 outputs."""
 
@@ -41,7 +70,7 @@ Answers = dict[str, tuple[list[int], list[int]]]
 
 
 def params_of(wish: Mapping[str, object], priority: int = 0) -> SamplingParams:
-    shared = {"max_tokens": 10, "ignore_eos": True, "priority": priority}
+    shared = {"max_tokens": 10, "ignore_eos": True, "priority": priority, "exit_threshold": 0.5}
     return SamplingParams.model_validate(shared | dict(wish))
 
 
@@ -193,6 +222,45 @@ def test_nor_do_two_lanes(
     run.add(CASES)
     assert run.finish() == expected[policy]
     assert all(lane.plans > 5 for lane in run.engine.stats().lanes)
+
+
+@pytest.fixture(scope="module")
+def wished(workers: tuple[LocalExecutor, LocalExecutor]) -> dict[str, ReferenceRun]:
+    """The answers of requests that ask for all that sampling can do."""
+    settings = ModelSettings()
+    directory = resolve_model(settings)
+    model = load_model(directory, torch.float32, torch.device("cpu"), settings.model)
+    runs = {}
+    for name, prompt, wish in WISHED:
+        params = params_of(wish)
+        assert params.seed is not None
+        run = reference_run(model, prompt, params, params.seed, workers[0].profile().layout)
+        assert run.margin > MARGIN, f"{name}: margin {run.margin}: choose another"
+        runs[name] = run
+    return runs
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_nor_does_what_a_request_may_ask_for(
+    workers: Workers, wished: dict[str, ReferenceRun], resident: bool, plans_in_flight: int
+) -> None:
+    run = Run(workers[0], resident=resident, plans_in_flight=plans_in_flight)
+    run.add(WISHED)
+    assert run.finish() == {name: (each.tokens, each.exit_depths) for name, each in wished.items()}
+    for name, _, wish in WISHED:
+        pieces = [output for output in run.outputs if output.key.request_id == name]
+        told = [entry for piece in pieces for entry in piece.logprobs]
+        count = params_of(wish).logprobs
+        assert len(told) == (0 if count is None else len(wished[name].tokens))
+        answers = zip(told, wished[name].tokens, wished[name].logprobs, strict=False)
+        for entry, token, exact in answers:
+            top = exact.topk(count or 0)
+            assert entry.logprob == pytest.approx(float(exact[token]), abs=1e-4)
+            assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
+            assert exact[list(entry.top_ids)].tolist() == pytest.approx(
+                top.values.tolist(), abs=1e-4
+            )
 
 
 def test_the_cases_are_mixed(expected: dict[str, Answers]) -> None:

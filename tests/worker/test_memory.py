@@ -24,7 +24,7 @@ from worker.memory import (
     sampling_bytes,
 )
 from worker.planning import open_slots, open_storage
-from worker.tick_graphs import tick_bytes
+from worker.tick_lines import tick_bytes
 from worker.worker import Worker, load_settings, resolve_device
 
 CPU = torch.device("cpu")
@@ -171,7 +171,9 @@ def test_the_plan_of_a_worker_counts_what_is_there() -> None:
 def test_lines_of_ticks_are_counted() -> None:
     assert tick_bytes([4, 8], 0) == 0
     # Two lines of tokens and depths, rows, seats, failed; a header a line, and the line itself.
-    assert tick_bytes([4], 1) == 2 * (2 * 4 * 8) + 2 * 4 * 8 + 4 + 2 * 3 * 8 + 8
+    # The log probability of each token, and of the most likely ones with their ids.
+    told = 2 * 4 * (4 + MAX_LOGPROBS * (8 + 4))
+    assert tick_bytes([4], 1) == 2 * (2 * 4 * 8) + 2 * 4 * 8 + 4 + 2 * 3 * 8 + 8 + told
     assert tick_bytes([4, 8], 1) == tick_bytes([4], 1) + tick_bytes([8], 1)
 
 

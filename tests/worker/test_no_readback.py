@@ -29,12 +29,11 @@ from worker.attention.choice import choose_attention
 from worker.kv_storage import KVStorage
 from worker.model_runner import ModelRunner
 from worker.models.registry import load_model, resolve_model
+from worker.padded_boundary import GREEDY, VARIANTS, TickVariant, padded_boundary
 from worker.readback import ReadbackPool
-from worker.row_record import SamplingKind
-from worker.sampling.adjustments import Adjustments
 from worker.slot_table import SlotTable
 from worker.stages import Device, loop_seats
-from worker.tick_graphs import TickLines, padded_boundary
+from worker.tick_lines import TickLines
 from worker.worker import open_tick_graphs, with_graphs
 
 if TYPE_CHECKING:
@@ -48,10 +47,6 @@ BLOCK_SIZE, WIDTH, SLOTS, LOOPS, LONGEST = 4, 4, 3, 4, 16
 KEYS = tuple(RequestKey(name, number + 1) for number, name in enumerate("abc"))
 PROMPT = (1648, 1424, 261, 658, 14)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-KINDS = {
-    random: SamplingKind(random, False, False, Adjustments(False, False, 0), -1)
-    for random in (False, True)
-}
 
 
 class World:
@@ -160,27 +155,28 @@ def test_no_stage_reads_a_value_back(name: str, planes: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("name", DEVICES)
-def test_no_captured_tick_reads_a_value_back(name: str, random: bool) -> None:
+def test_no_captured_tick_reads_a_value_back(name: str, variant: TickVariant) -> None:
     world = World(name)
     on, trash = world.on, world.on.slots.trash
     terms = ResidentTerms(1, LOOPS, survival_bound(0.5), max_tokens=6)
     for row, key in enumerate(KEYS):
-        plain = admission(key, PROMPT, world.admit(row).tables, temperature=0.8 * random)
+        temperature = 0.8 * (variant is not GREEDY)
+        plain = admission(key, PROMPT, world.admit(row).tables, temperature)
         world.run(prefill(key, 0, 5), admits=(replace(plain, resident=terms),), guarded=False)
     seats = torch.full((SLOTS + 2,), trash, device=on.device)
     lines = TickLines.of(len(seats), 4, seats, trash)
     with torch.inference_mode():
         # Compiles what a device compiles at first, over padding alone.
         loop_seats(on, lines.seats, WIDTH)
-        padded_boundary(on, lines, KINDS[random])
+        padded_boundary(on, lines, variant)
         with forbidden(on.device):
             lines.begin([on.slots.slot(key).index for key in KEYS], trash)
-            padded_boundary(on, lines, KINDS[random])
+            padded_boundary(on, lines, variant)
             for _ in range(4):
                 loop_seats(on, lines.seats, WIDTH)
-                padded_boundary(on, lines, KINDS[random])
+                padded_boundary(on, lines, variant)
     assert lines.header[0].tolist() == [0, SLOTS, 0]
     assert min(lines.tokens[0, :SLOTS].tolist()) >= 0
     assert lines.tokens[0, SLOTS:].tolist() == [-1, -1]

@@ -82,6 +82,7 @@ class LogitAdjuster:
         self.counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self.marks = torch.zeros(num_slots, vocab_size, dtype=torch.uint8, device=device)
         self.penalties = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
+        self.penalties[:, 0] = 1.0  # neutral, for slots that nobody has filled yet
 
     @staticmethod
     def bytes_needed(num_slots: int, vocab_size: int) -> int:
@@ -130,6 +131,15 @@ class LogitAdjuster:
         if rows:
             slot = self._ids([slots[row] for row in rows])
             self.counts[slot, tokens[self._ids(rows)]] += 1
+
+    def count_seats(self, tokens: Tensor, seats: Tensor) -> None:
+        """The same for slots int64 [N] whose rows the host does not know.
+
+        Rows whose penalties are neutral, among them padding, count nothing.
+        """
+        repetition, presence, frequency = self.penalties[seats].unbind(1)
+        asked = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+        self.counts[seats, tokens] += asked.to(torch.int32)
 
     def _penalize(self, logits: Tensor, slot: Tensor) -> Tensor:
         counts = self.counts[slot]

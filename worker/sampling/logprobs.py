@@ -23,10 +23,15 @@ class Logprobs:
     top: Tensor
 
 
+def most_alternatives(vocab_size: int) -> int:
+    """How many of the most likely tokens are told at most."""
+    return min(MAX_LOGPROBS, vocab_size)
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, *, alternatives: bool) -> Logprobs:
     """log_softmax of float32 logits [M, V] at tokens int64 [M] and at the K most likely ids.
 
-    K is MAX_LOGPROBS, or V if that is less, or 0 without `alternatives`. They fall, and the lower
+    K is most_alternatives(V), or 0 without `alternatives`. They fall, and the lower
     id comes first among equals. A row that has no distribution tells -inf.
 
     Example: logits (0, 0, -inf), token 1 -> -0.693; top ids (0, 1, 2), -0.693, -0.693 and -inf.
@@ -34,7 +39,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, alternatives: bool) -> Log
     vocabulary = logits.shape[1]
     logprobs = logits.log_softmax(-1)
     logprobs = logprobs.masked_fill(logprobs.isnan(), float("-inf"))
-    count = min(MAX_LOGPROBS, vocabulary) if alternatives else 0
+    count = most_alternatives(vocabulary) if alternatives else 0
     # Keys that are all different have one order; the id is what is left after the key's bits.
     ids = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
     ranked = (ordered_keys(logits).long() * 2**32 + ids).topk(count).values
