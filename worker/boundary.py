@@ -63,18 +63,32 @@ def boundary(
     `kinds` and `needs` are those of at least all these rows. A request that ends is FINISHED, one
     without a block for its next token PARKED, all others are READY.
     """
-    slots, resident = on.slots, on.slots.resident
-    exit_depths, outputs = slots.loops[seats], resident.outputs[seats]
+    slots = on.slots
+    exit_depths = slots.loops[seats]
     finalize(on, seats)
     logits = on.model.logits(slots.hidden[seats])
     broken = logits.isnan().any(dim=1) & (seats != slots.trash)
-    early = outputs < resident.min_tokens[seats]
-    logits = slots.adjuster.adjust_seats(logits, seats, early, needs)
-    tokens = draw(on, logits, seats, outputs, kinds)
-    if needs.penalized:
-        slots.adjuster.count_seats(tokens, seats)
+    logits, tokens = pick(on, logits, seats, kinds, needs)
     ends = _commit(on, seats, tokens, broken)
     return Outputs(tokens, exit_depths, broken, ends, logits)
+
+
+def pick(
+    on: Device,
+    logits: Tensor,
+    seats: Tensor,
+    kinds: Sequence[SamplingKind],
+    needs: AdjustmentNeeds,
+) -> tuple[Tensor, Tensor]:
+    """Adjusted logits float32 [n, V], and the tokens int64 [n] that are sampled from them."""
+    adjuster, resident = on.slots.adjuster, on.slots.resident
+    outputs = resident.outputs[seats]
+    early = outputs < resident.min_tokens[seats]
+    logits = adjuster.adjust_seats(logits, seats, early, needs)
+    tokens = draw(on, logits, seats, outputs, kinds)
+    if needs.penalized:
+        adjuster.count_seats(tokens, seats)
+    return logits, tokens
 
 
 def embed(on: Device, seats: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from worker.boundary import wake
-from worker.padded_boundary import VARIANTS, padded_boundary, variant_of
+from worker.padded_boundary import VARIANTS, variant_of
 from worker.pending_ticks import PendingTicks
 from worker.sampling.logprobs import most_alternatives
 from worker.streams import here
@@ -22,11 +22,8 @@ from worker.tick_lines import TickLines
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from protocol.resident import ResidentBatch
     from worker.graphs import Capture, LoopGraphs
-    from worker.padded_boundary import TickVariant
     from worker.pending_ticks import TickValues
     from worker.readback import ReadbackLease
     from worker.slot_table import Slot
@@ -45,6 +42,9 @@ class TickGraphs:
     def __init__(
         self, capture: Capture, on: Device, loops: LoopGraphs, sizes: Sequence[int], max_ticks: int
     ) -> None:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.fused_boundary import fused_boundary
+
         self._on = on
         self._loops = loops
         self._max_ticks = max_ticks
@@ -55,7 +55,7 @@ class TickGraphs:
             lines = TickLines.of(bucket, max_ticks, loops.seats_of(bucket), trash, told)
             self._lines[bucket] = lines
             for variant in VARIANTS:
-                run = partial(self._captured, lines, variant)
+                run = partial(fused_boundary, on, lines, variant)
                 what = f"a {variant.name} boundary of {bucket} rows"
                 self._graphs[bucket, variant.name], _ = capture.graph(what, run)
 
@@ -100,11 +100,6 @@ class TickGraphs:
         lines.leave(written, self._on.slots)
         told = lines.leave_logprobs(written.tokens, [row.sampling.logprobs for row in rows])
         return PendingTicks(batch, rows, written, here(self._on.device), told)
-
-    def _captured(self, lines: TickLines, variant: TickVariant) -> Tensor:
-        # While it is captured, and warmed up before, the line must not run past the end.
-        lines.line.remainder_(1 + self._max_ticks)
-        return padded_boundary(self._on, lines, variant)
 
 
 def _is_over(

@@ -93,3 +93,36 @@ def test_hazards_equal_torch(dtype: torch.dtype) -> None:
     exact = TorchLoopKernels().hazards(hidden, gate, bias)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "vocabulary"), [(2048, 5000), (256, 4096), (24, 97)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_logits_are_rounded_products(
+    rows: int, hidden: int, vocabulary: int, dtype: torch.dtype
+) -> None:
+    x, head = normal(rows, hidden, dtype=dtype), weight(vocabulary, hidden, dtype)
+    wanted = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    exact = x.double() @ head.double().T
+    for asked in (wanted, None):
+        logits = triton_kernels().head(x, head, asked)
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits.to(dtype).float(), logits)
+        assert error(logits, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_logits_that_nobody_wants_are_not_computed(rows: int) -> None:
+    x = normal(rows, 2048, dtype=torch.bfloat16)
+    head = weight(5000, 2048, torch.bfloat16)
+    nobody = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    found = []
+    for wanted in (nobody, nobody + 1):
+        # The output takes the place of this, since nothing else has asked for as much.
+        mark = torch.full((rows, 5000), 7.0, device=DEVICE)
+        place = mark.data_ptr()
+        del mark
+        logits = triton_kernels().head(x, head, wanted)
+        assert logits.data_ptr() == place
+        found.append(bool((logits == 7.0).all()))
+    assert found == [True, False]

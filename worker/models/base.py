@@ -70,6 +70,9 @@ class LoopedModel(Protocol):
         """Probability [N] (float32) that the token is ready after the loop that gave `hidden`."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [N, vocab_size] (float32) of states that a loop returned."""
+    def logits(self, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Next-token logits [N, vocab_size] (float32) of states that a loop returned.
+
+        `wanted` int32 [1], on the device: if it is 0 nobody reads them, and they may be anything.
+        """
         ...

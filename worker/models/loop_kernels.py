@@ -50,6 +50,13 @@ class LoopKernels(Protocol):
         """sigmoid(gate [1, H] . hidden + bias [1]), float32 [N], computed in float32."""
         ...
 
+    def head(self, hidden: Tensor, weight: Tensor, wanted: Tensor | None) -> Tensor:
+        """Logits float32 [N, V] of hidden [N, H] and weight [V, H], rounded to their dtype before.
+
+        `wanted` int32 [1], on the device: if it is 0 nobody reads them, and they may be anything.
+        """
+        ...
+
 
 class TorchLoopKernels:
     """Plain torch, on any device. Stateless."""
@@ -85,6 +92,11 @@ class TorchLoopKernels:
         """sigmoid(gate [1, H] . hidden + bias [1]), float32 [N], computed in float32."""
         score = functional.linear(hidden.float(), gate.float(), bias.float())
         return score.squeeze(-1).sigmoid()
+
+    def head(self, hidden: Tensor, weight: Tensor, wanted: Tensor | None) -> Tensor:
+        """Logits float32 [N, V]; always computed."""
+        del wanted
+        return functional.linear(hidden, weight).float()
 
 
 def loop_kernels(device: torch.device) -> LoopKernels:

@@ -179,6 +179,9 @@ class OuroModel:
         """sigmoid(gate . hidden + bias) as float32 [N], computed in float32."""
         return self._kernels.hazards(hidden, self._gate, self._gate_bias)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits, float32 [N, vocab_size]; `hidden` is already normalised."""
-        return functional.linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Next-token logits, float32 [N, vocab_size]; `hidden` is already normalised.
+
+        They may be anything if `wanted`, int32 [1], is 0.
+        """
+        return self._kernels.head(hidden, self._head, wanted)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from worker.kernels import pointwise, skinny
+from worker.kernels.head import head
 from worker.kernels.launch import HOPPER
 from worker.kernels.skinny import Tiling
 from worker.models.layers import Rotary
@@ -24,6 +25,11 @@ MOST_ROWS = 128
 PRODUCT_ROWS = 1024
 """Rows of a block of the widest product: the library is faster at 1,024 than at 2,048."""
 
+HEAD_ROWS = 64
+"""Up to so many rows the head has kernels of its own."""
+
+HEAD_ROW = Tiling(columns=4, inner=0, stages=0, warps=4)
+HEAD = Tiling(columns=64, inner=128, stages=5, warps=4)
 LINEAR = Tiling(columns=64, inner=128, stages=5, warps=4)
 NARROW_GATED = Tiling(columns=32, inner=128, stages=4, warps=4)
 WIDE_GATED = Tiling(columns=64, inner=64, stages=5, warps=8)
@@ -85,6 +91,14 @@ class TritonLoopKernels:
     def hazards(self, hidden: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
         """sigmoid(gate [1, H] . hidden + bias [1]), float32 [N], computed in float32."""
         return pointwise.hazards(hidden, gate, bias)
+
+    def head(self, hidden: Tensor, weight: Tensor, wanted: Tensor | None) -> Tensor:
+        """Logits float32 [N, V]; not computed for few rows that nobody wants."""
+        if not _at_most(hidden, HEAD_ROWS):
+            return functional.linear(hidden, weight).float()
+        if wanted is None:
+            wanted = torch.ones(1, dtype=torch.int32, device=hidden.device)
+        return head(hidden, weight, wanted, HEAD_ROW if hidden.shape[0] == 1 else HEAD)
 
 
 def _at_most(x: Tensor, limit: int) -> bool:

@@ -52,6 +52,11 @@ def uniform(rng: Tensor, purpose: Purpose, indices: Tensor) -> Tensor:
     26 of the second make a 53-bit integer, so every value is a multiple of 2^-53 and 1.0 cannot
     come out.
     """
+    if rng.is_cuda:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.kernels.sampler import uniform as uniform_on_cuda
+
+        return uniform_on_cuda(rng, int(purpose), indices)
     purposes = torch.full_like(indices, int(purpose))
     counter = torch.stack((indices & MASK32, indices >> 32, purposes, rng[:, 2]), dim=1)
     first, second = words(counter, rng[:, :2])[:, :2].unbind(1)

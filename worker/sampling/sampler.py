@@ -49,6 +49,13 @@ def sample(
     Example: weights (2, 1, 1), top_p 0.5, u 0.9 -> id 0, since the others have a share of 0.5
     above them.
     """
+    if logits.is_cuda:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.kernels.sampler import sample as sample_on_cuda
+
+        draws = uniforms if any_random else None
+        bits = weight_bits(logits.shape[1])
+        return sample_on_cuda(logits, temperature, top_p, top_k, draws, bits)
     greedy = logits.argmax(-1)
     if not any_random or uniforms is None:
         return greedy
@@ -76,13 +83,17 @@ def ordered_keys(logits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & _INT32_MAX)
 
 
+def weight_bits(vocab_size: int) -> int:
+    """Bits of the largest weight, so that V of them fit into 62. Example: 49,152 tokens -> 46."""
+    return 62 - vocab_size.bit_length()
+
+
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
     """exp((logit - largest) / temperature) as fixed-point int64 [N, V], the largest 2^shift.
 
-    `shift` leaves room for V of them in 62 bits: 2^46 for 49,152 tokens. The difference comes
-    before the division, so that no temperature makes it overflow.
+    The difference comes before the division, so that no temperature makes it overflow.
     """
-    shift = 62 - logits.shape[1].bit_length()
+    shift = weight_bits(logits.shape[1])
     scale = torch.where(temperature > 0, temperature, 1.0).to(torch.float64)
     wide = logits.to(torch.float64)
     exponents = (wide - wide.amax(-1, keepdim=True)) / scale[:, None]
