@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,6 +155,15 @@ def test_no_stage_reads_a_value_back(name: str, planes: int) -> None:
     assert len(guarded[-1].steps[0].keys) == SLOTS
 
 
+def captured_boundary(name: str) -> Callable[[Device, TickLines, TickVariant], Tensor]:
+    """What is captured where that can be done, and else what it equals."""
+    if name == "cpu":
+        return padded_boundary
+    from worker.fused_boundary import fused_boundary
+
+    return fused_boundary
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("name", DEVICES)
@@ -167,16 +177,17 @@ def test_no_captured_tick_reads_a_value_back(name: str, variant: TickVariant) ->
         world.run(prefill(key, 0, 5), admits=(replace(plain, resident=terms),), guarded=False)
     seats = torch.full((SLOTS + 2,), trash, device=on.device)
     lines = TickLines.of(len(seats), 4, seats, trash)
+    half_b = partial(captured_boundary(name), on, lines, variant)
     with torch.inference_mode():
         # Compiles what a device compiles at first, over padding alone.
         loop_seats(on, lines.seats, WIDTH)
-        padded_boundary(on, lines, variant)
+        half_b()
         with forbidden(on.device):
             lines.begin([on.slots.slot(key).index for key in KEYS], trash)
-            padded_boundary(on, lines, variant)
+            half_b()
             for _ in range(4):
                 loop_seats(on, lines.seats, WIDTH)
-                padded_boundary(on, lines, variant)
+                half_b()
     assert lines.header[0].tolist() == [0, SLOTS, 0]
     assert min(lines.tokens[0, :SLOTS].tolist()) >= 0
     assert lines.tokens[0, SLOTS:].tolist() == [-1, -1]

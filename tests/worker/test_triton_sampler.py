@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from protocol.rng import Purpose
+from worker.sampling.adjustments import AdjustmentNeeds, LogitAdjuster
+from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
 from worker.sampling.sampler import sample
 
@@ -80,3 +82,46 @@ def test_an_adjusted_view_is_sampled_as_it_lies() -> None:
         none = torch.zeros(8, device=DEVICE)
         ids = sample(same, none, none + 1, none.long() - 1, None)
         assert ids.tolist() == logits.T.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [5, 4096, 5000, 49_152])
+def test_adjustments_have_the_bits_of_the_formulas(vocabulary: int) -> None:
+    pick = torch.Generator().manual_seed(vocabulary)
+    slots, logits = ROWS + 1, peculiar(ROWS, vocabulary)
+    ours, plain = (
+        LogitAdjuster(slots, vocabulary, device) for device in (DEVICE, torch.device("cpu"))
+    )
+    plain.bias.copy_(torch.randn(slots, vocabulary, generator=pick))
+    plain.counts.copy_(torch.randint(0, 4, (slots, vocabulary), generator=pick))
+    plain.marks.copy_(torch.randint(0, 4, (slots, vocabulary), generator=pick))
+    choices = torch.tensor([[1.0, 0.0, 0.0], [1.3, 0.0, 0.0], [0.7, 0.7, -0.3], [1.0, 0.0, 1.7]])
+    plain.penalties.copy_(choices[torch.randint(0, 4, (slots,), generator=pick)])
+    plain.bias[::3] = 0.0
+    for name in ("bias", "counts", "marks", "penalties"):
+        getattr(ours, name).copy_(getattr(plain, name))
+    seats = torch.randperm(slots, generator=pick)[:ROWS]
+    early = torch.rand(ROWS, generator=pick) < 0.5
+    needs = AdjustmentNeeds(biased=True, penalized=True, banned=True)
+    expected = plain.adjust_seats(logits, seats, early, needs)
+    found = ours.adjust_seats(logits.to(DEVICE), seats.to(DEVICE), early.to(DEVICE), needs).cpu()
+    assert torch.equal(found.isnan(), expected.isnan())
+    same = (found == expected) | expected.isnan()
+    assert bool(same.all())
+    nothing = AdjustmentNeeds(biased=False, penalized=False, banned=False)
+    assert ours.adjust_seats(found, seats, early, nothing) is found
+
+
+@pytest.mark.parametrize("vocabulary", [5, 4096, 5000, 49_152])
+@pytest.mark.parametrize("alternatives", [True, False])
+def test_logprobs_are_those_of_the_formulas(vocabulary: int, alternatives: bool) -> None:
+    logits = peculiar(ROWS, vocabulary)
+    logits[9, 4096:] = float("-inf")
+    tokens = torch.randint(0, vocabulary, (ROWS,), generator=torch.Generator().manual_seed(2))
+    exact = token_logprobs(logits, tokens, alternatives=alternatives)
+    told = token_logprobs(logits.to(DEVICE), tokens.to(DEVICE), alternatives=alternatives)
+    numbers = ~logits.isnan().any(-1)
+    assert told.top_ids.shape == exact.top_ids.shape
+    assert torch.equal(told.top_ids.cpu()[numbers], exact.top_ids[numbers])
+    torch.testing.assert_close(told.sampled.cpu(), exact.sampled, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(told.top.cpu()[numbers], exact.top[numbers], atol=2e-5, rtol=1e-6)
+    assert bool((told.top.cpu()[~numbers] == float("-inf")).all())

@@ -1,4 +1,4 @@
-"""The head of few rows: products over the whole vocabulary that nobody may want.
+"""The head of up to 128 rows: products over the whole vocabulary that nobody may want.
 
 Most ticks of a small batch sample nothing, which only the device knows. So each program asks first
 whether anybody reads its logits, and is gone if not.
@@ -19,24 +19,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def row_kernel(
-    x, weight, output, wanted, vocabulary,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
-    if tl.load(wanted) == 0:
-        return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    source = weight + n[:, None].to(tl.int64) * K + k[None, :]
-    w = tl.load(source, mask=(n < vocabulary)[:, None] & (k < K)[None, :], other=0.0)
-    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    result = tl.sum(w.to(tl.float32) * value, 1)
-    tl.store(output + n, rounded(result, x.dtype.element_ty), mask=n < vocabulary)
-
-
-@triton.jit
-def rows_kernel(
+def head_kernel(
     x, weight, output, wanted, rows, vocabulary,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -71,15 +54,9 @@ def head(
     vocabulary = weight.shape[0]
     output = torch.empty(rows, vocabulary, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(vocabulary, tiling.columns),)
-    if rows == 1:
-        row_kernel[grid](
-            x, weight, output, wanted, vocabulary, inner, power_of_two(inner), tiling.columns,
-            num_warps=tiling.warps, **dependent_launches(),
-        )  # fmt: skip
-    else:
-        rows_kernel[grid](
-            x, weight, output, wanted, rows, vocabulary, inner, max(power_of_two(rows), 16),
-            tiling.columns, tiling.inner, tiling.stages,
-            num_warps=tiling.warps, **dependent_launches(),
-        )  # fmt: skip
+    head_kernel[grid](
+        x, weight, output, wanted, rows, vocabulary, inner, max(power_of_two(rows), 16),
+        tiling.columns, tiling.inner, tiling.stages,
+        num_warps=tiling.warps, **dependent_launches(),
+    )  # fmt: skip
     return output

@@ -15,8 +15,8 @@ from worker.kernels.launch import dependent_launches, wait_for_inputs
 BLOCK = 4096
 """Logits that a program reads at once."""
 
-NARROW = 1024
-"""The same where each is compared with several thresholds."""
+WARPS = 16
+"""Warps of a program that reads a row several times."""
 
 
 @triton.jit
@@ -88,97 +88,121 @@ def ordered(x):
 
 
 @triton.jit
+def keys_of(logits, row, token, VOCAB: tl.constexpr):
+    """int32 keys of tokens; behind the vocabulary there is none that any threshold keeps."""
+    x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=0.0)
+    return tl.where(token < VOCAB, ordered(x), -2147483648)
+
+
+@triton.jit
 def kept(logits, weights, row, token, cut, VOCAB: tl.constexpr):
-    """Keys int64 and weights int64 of tokens; a weight below the threshold key `cut` is 0."""
-    inside = token < VOCAB
-    x = tl.load(logits + row * VOCAB + token, mask=inside, other=float("-inf"))
-    key = ordered(x).to(tl.int64)
-    mass = tl.load(weights + row * VOCAB + token, mask=inside, other=0)
-    return key, tl.where(key >= cut, mass, 0)
+    """int64 weights of tokens, 0 where the key is below the threshold `cut`."""
+    mass = tl.load(weights + row * VOCAB + token, mask=token < VOCAB, other=0)
+    return tl.where(keys_of(logits, row, token, VOCAB) >= cut, mass, 0)
 
 
 @triton.jit
 def top_k_cut(logits, row, k, lowest, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key that k or more keys of a row reach, four bits at a time."""
+    """The largest key that k or more keys of a row reach, two bits at a time."""
     lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 16).to(tl.int64)
     cut = lowest
-    width = tl.full([], 1 << 28, tl.int64)
-    for _ in tl.range(0, 8):
-        edges = cut + digit * width
-        reached = tl.zeros([16], tl.int32)
+    part = lowest * 0 + (1 << 30)
+    for _ in tl.range(0, 16):
+        first = tl.zeros([BLOCK], tl.int32)
+        second = tl.zeros([BLOCK], tl.int32)
+        third = tl.zeros([BLOCK], tl.int32)
         for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
-            token = start + lane
-            x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=0.0)
-            hit = ordered(x).to(tl.int64)[:, None] >= edges[None, :]
-            reached += tl.sum((hit & (token < VOCAB)[:, None]).to(tl.int32), 0)
-        # Enough reach edge 0, as they did before.
-        cut += (tl.sum((reached >= k).to(tl.int64), 0) - 1) * width
-        width = width >> 4
+            key = keys_of(logits, row, start + lane, VOCAB)
+            first += (key >= cut + part).to(tl.int32)
+            second += (key >= cut + 2 * part).to(tl.int32)
+            third += (key >= cut + 2 * part + part).to(tl.int32)
+        reached = (tl.sum(first, 0) >= k).to(tl.int32) + (tl.sum(second, 0) >= k).to(tl.int32)
+        cut += (reached + (tl.sum(third, 0) >= k).to(tl.int32)) * part
+        part = part >> 2
     return cut
 
 
 @triton.jit
+def is_much(mass, limit):
+    """Whether the weights of all lanes reach a limit, 1 or 0."""
+    return (tl.sum(mass, 0).to(tl.float64) >= limit).to(tl.int32)
+
+
+@triton.jit
 def top_p_cut(logits, weights, row, limit, cut, lowest, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest key with weights below `limit` strictly above it, four bits at a time."""
+    """The smallest key with weights below `limit` strictly above it, two bits at a time.
+
+    `limit` is above 0, so the largest key there is will do.
+    """
     lane = tl.arange(0, BLOCK)
-    digit = tl.arange(0, 16).to(tl.int64)
     base = lowest
-    width = tl.full([], 1 << 28, tl.int64)
-    for _ in tl.range(0, 8):
-        edges = base + (digit + 1) * width - 1  # the last key of each of 16 parts
-        above = tl.zeros([16], tl.int64)
+    part = lowest * 0 + (1 << 30)
+    for _ in tl.range(0, 16):
+        # Above the last key of each part but the highest one.
+        first = tl.zeros([BLOCK], tl.int64)
+        second = tl.zeros([BLOCK], tl.int64)
+        third = tl.zeros([BLOCK], tl.int64)
         for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
-            key, mass = kept(logits, weights, row, start + lane, cut, VOCAB)
-            above += tl.sum(tl.where(key[:, None] > edges[None, :], mass[:, None], 0), 0)
-        base += tl.sum((above.to(tl.float64) >= limit).to(tl.int64), 0) * width
-        width = width >> 4
+            token = start + lane
+            key = keys_of(logits, row, token, VOCAB)
+            mass = tl.load(weights + row * VOCAB + token, mask=token < VOCAB, other=0)
+            mass = tl.where(key >= cut, mass, 0)
+            first += tl.where(key >= base + part, mass, 0)
+            second += tl.where(key >= base + 2 * part, mass, 0)
+            third += tl.where(key >= base + 2 * part + part, mass, 0)
+        much = is_much(first, limit) + is_much(second, limit) + is_much(third, limit)
+        base += much * part
+        part = part >> 2
     return base
 
 
 @triton.jit
 def mass_above(logits, weights, row, cut, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """All weights of a row that a threshold keeps."""
-    total = tl.zeros_like(row)
+    total = tl.zeros([BLOCK], tl.int64)
     for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
-        _, mass = kept(logits, weights, row, start + tl.arange(0, BLOCK), cut, VOCAB)
-        total += tl.sum(mass, 0)
-    return total
+        total += kept(logits, weights, row, start + tl.arange(0, BLOCK), cut, VOCAB)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def pick_kernel(
     logits, weights, broken, temperature, top_p, top_k, uniforms, tokens,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, DEPENDENT: tl.constexpr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     # What is there already is the greedy token.
     if (tl.load(temperature + row) <= 0.0) | (tl.load(broken + row) != 0):
         return
-    lowest = tl.zeros_like(row) - 2147483648
+    lowest = tl.full([], -2147483648, tl.int32)
     cut = lowest
     k = tl.load(top_k + row)
     if (k > 0) & (k < VOCAB):
-        cut = top_k_cut(logits, row, k, lowest, VOCAB, NARROW)
-    p = tl.load(top_p + row)
-    if p < 1.0:
-        total = mass_above(logits, weights, row, cut, VOCAB, BLOCK)
-        limit = p.to(tl.float64) * total.to(tl.float64)
-        cut = tl.maximum(cut, top_p_cut(logits, weights, row, limit, cut, lowest, VOCAB, NARROW))
+        cut = top_k_cut(logits, row, k, lowest, VOCAB, BLOCK)
     total = mass_above(logits, weights, row, cut, VOCAB, BLOCK)
     if total <= 0:
         return
+    p = tl.load(top_p + row)
+    if p < 1.0:
+        limit = p.to(tl.float64) * total.to(tl.float64)
+        cut = tl.maximum(cut, top_p_cut(logits, weights, row, limit, cut, lowest, VOCAB, BLOCK))
+        total = mass_above(logits, weights, row, cut, VOCAB, BLOCK)
     target = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
+    # The block in which the running weight exceeds the target, and the weight before it.
+    place = tl.full([], 0, tl.int32)
+    base = tl.zeros_like(row)
     before = tl.zeros_like(row)
-    drawn = tl.zeros_like(row)
+    lane = tl.arange(0, BLOCK)
     for start in tl.range(0, VOCAB, BLOCK, num_stages=3):
-        token = start + tl.arange(0, BLOCK)
-        _, mass = kept(logits, weights, row, token, cut, VOCAB)
-        passed = (before + tl.cumsum(mass, 0) <= target) & (token < VOCAB)
-        drawn += tl.sum(passed.to(tl.int64), 0)
-        before += tl.sum(mass, 0)
-    tl.store(tokens + row, drawn)
+        after = before + tl.sum(kept(logits, weights, row, start + lane, cut, VOCAB), 0)
+        here = (before <= target) & (after > target)
+        place = tl.where(here, start, place)
+        base = tl.where(here, before, base)
+        before = after
+    running = base + tl.cumsum(kept(logits, weights, row, place + lane, cut, VOCAB), 0)
+    passed = tl.sum((running <= target).to(tl.int32), 0)
+    tl.store(tokens + row, (place + passed).to(tl.int64))
 
 
 def uniform(rng: torch.Tensor, purpose: int, indices: torch.Tensor) -> torch.Tensor:
@@ -230,6 +254,6 @@ def sample(
     )  # fmt: skip
     pick_kernel[(rows,)](
         logits, weights, broken, temperature, top_p, top_k, uniforms, tokens,
-        vocabulary, BLOCK, NARROW, num_warps=8, **dependent_launches(),
+        vocabulary, BLOCK, num_warps=WARPS, **dependent_launches(),
     )  # fmt: skip
     return tokens

@@ -20,16 +20,16 @@ FEW_ROWS = 64
 """Up to so many rows no product is left to the library."""
 
 MOST_ROWS = 128
-"""Up to so many rows, products with few outputs are split over their inputs instead."""
+"""Up to so many rows, products with few outputs are split over their inputs instead.
+
+So far the head has a kernel of its own as well.
+"""
 
 PRODUCT_ROWS = 1024
 """Rows of a block of the widest product: the library is faster at 1,024 than at 2,048."""
 
-HEAD_ROWS = 64
-"""Up to so many rows the head has kernels of its own."""
-
-HEAD_ROW = Tiling(columns=4, inner=0, stages=0, warps=4)
-HEAD = Tiling(columns=64, inner=128, stages=5, warps=4)
+HEAD = Tiling(columns=64, inner=128, stages=3, warps=4)
+WIDE_HEAD = Tiling(columns=64, inner=64, stages=3, warps=4)
 LINEAR = Tiling(columns=64, inner=128, stages=5, warps=4)
 NARROW_GATED = Tiling(columns=32, inner=128, stages=4, warps=4)
 WIDE_GATED = Tiling(columns=64, inner=64, stages=5, warps=8)
@@ -93,12 +93,13 @@ class TritonLoopKernels:
         return pointwise.hazards(hidden, gate, bias)
 
     def head(self, hidden: Tensor, weight: Tensor, wanted: Tensor | None) -> Tensor:
-        """Logits float32 [N, V]; not computed for few rows that nobody wants."""
-        if not _at_most(hidden, HEAD_ROWS):
+        """Logits float32 [N, V]; up to 128 rows of bfloat16 are not computed for nobody."""
+        if not _at_most(hidden, MOST_ROWS):
             return functional.linear(hidden, weight).float()
         if wanted is None:
             wanted = torch.ones(1, dtype=torch.int32, device=hidden.device)
-        return head(hidden, weight, wanted, HEAD_ROW if hidden.shape[0] == 1 else HEAD)
+        tiling = HEAD if hidden.shape[0] <= FEW_ROWS else WIDE_HEAD
+        return head(hidden, weight, wanted, tiling)
 
 
 def _at_most(x: Tensor, limit: int) -> bool:

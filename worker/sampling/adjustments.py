@@ -116,6 +116,12 @@ class LogitAdjuster:
         `early` bool [N] says where tokens are banned. What a row did not ask for is neutral for it:
         a bias of 0, a repetition of 1, penalties of 0.
         """
+        if logits.is_cuda and (needs.biased or needs.penalized or needs.banned):
+            # Imported late: Triton is there only where CUDA is.
+            from worker.kernels.logits import adjust
+
+            columns = (self.bias, self.counts, self.marks, self.penalties)
+            return adjust(logits.contiguous(), seats, early, columns, _IN_PROMPT, _BANNED)
         if needs.biased:
             logits = logits + self.bias[seats]
         if needs.penalized:

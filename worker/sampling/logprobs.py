@@ -37,9 +37,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, *, alternatives: bool) -> Log
     Example: logits (0, 0, -inf), token 1 -> -0.693; top ids (0, 1, 2), -0.693, -0.693 and -inf.
     """
     vocabulary = logits.shape[1]
+    count = most_alternatives(vocabulary) if alternatives else 0
+    if logits.is_cuda:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.kernels.logits import tell
+
+        return Logprobs(*tell(logits.contiguous(), tokens, count))
     logprobs = logits.log_softmax(-1)
     logprobs = logprobs.masked_fill(logprobs.isnan(), float("-inf"))
-    count = most_alternatives(vocabulary) if alternatives else 0
     # Keys that are all different have one order; the id is what is left after the key's bits.
     ids = torch.arange(vocabulary - 1, -1, -1, device=logits.device)
     ranked = (ordered_keys(logits).long() * 2**32 + ids).topk(count).values
