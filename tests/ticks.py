@@ -32,9 +32,9 @@ BLOCK_SIZE, WIDTH, SLOTS, PLANES, LONGEST = 4, 6, 5, 4, 24
 PROMPTS = ((1648, 1424, 261, 658, 14), (900, 31, 7), (12, 3000, 55, 8), (2,), (77, 1, 5, 9, 9, 9))
 WISHES: tuple[dict[str, Any], ...] = (
     {"top_k": 3},
-    {"top_p": 0.7},
+    {"top_p": 0.3},
     {"logprobs": 4},
-    {"logit_bias": ((5, 3.0), (900, -4.0)), "logprobs": 0},
+    {"logit_bias": ((5, 9.0), (900, -4.0)), "logprobs": 0},
     {"repetition_penalty": 1.7, "frequency_penalty": 0.5},
     {"presence_penalty": 1.5, "top_k": 40, "top_p": 0.9, "logprobs": 20},
     {"min_tokens": 3, "banned_ids": (1, 2, 261)},

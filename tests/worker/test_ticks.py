@@ -13,7 +13,7 @@ from protocol.config import ModelSettings
 from protocol.resident import ResidentBatch, ResidentTerms
 from tests.ticks import SLOTS, WIDTH, WISHES, Row, World, requests
 from worker.models.registry import load_model, resolve_model
-from worker.padded_boundary import FULL, padded_boundary, variant_of
+from worker.padded_boundary import FULL, SAMPLED, padded_boundary, variant_of
 from worker.resident import ResidentTicks
 from worker.stages import loop_seats
 from worker.tick_lines import TickLines
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from worker.models.base import LoopedModel
+    from worker.padded_boundary import TickVariant
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,34 @@ def test_padding_changes_nothing(
     assert not padded.slots.counts[trash].any()
     assert int(padded.slots.position[trash]) == int(padded.slots.resident.outputs[trash]) == 0
     assert bool(padded.slots.hidden[trash].isfinite().all())
+
+
+def padded_tokens(world: World, ticks: int, variant: TickVariant) -> list[list[int]]:
+    """What so many ticks of fixed size sample, row by row."""
+    lines = TickLines.of(len(world.keys), ticks, torch.tensor(world.rows), SLOTS)
+    lines.begin(world.rows, SLOTS)
+    with torch.inference_mode():
+        padded_boundary(world.on, lines, variant)
+        for _ in range(ticks):
+            loop_seats(world.on, lines.seats, WIDTH)
+            padded_boundary(world.on, lines, variant)
+    return lines.tokens.T.tolist()
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: "-".join(wish))
+def test_the_full_variant_heeds_every_wish(model: LoopedModel, wish: dict[str, Any]) -> None:
+    terms = ResidentTerms(1, 1, -1.0, 10)
+    rows = [Row(terms, 1.5, 4, wish), Row(terms, 1.5, 4)]
+    eager = World(model, rows, 0)
+    picked = ResidentTicks(eager.on, ResidentBatch(eager.keys, 9), eager.live)
+    with torch.inference_mode():
+        picked.run(lambda: False)
+        found = picked.read([]).tokens
+    tokens = padded_tokens(World(model, rows, 0), 9, FULL)
+    assert tuple(map(tuple, tokens)) == found
+    plain, other = padded_tokens(World(model, [Row(terms, 1.5, 4)] * 2, 0), 9, SAMPLED)
+    assert tokens[1] == other
+    assert (tokens[0] != plain) is (set(wish) != {"logprobs"})
 
 
 @pytest.mark.parametrize("after", [1, 3])
