@@ -67,14 +67,20 @@ class ResidentBatch:
     """Up to `max_ticks` ticks over these rows, whose prompts are through.
 
     The worker stops at the end of a tick when no row is ready any more, when a newer plan that
-    changes something waits, or, if the plan `yields`, when a row has ended.
+    brings or takes away requests waits, or, if the plan `yields`, when a row has ended.
+
+    With `prompt_ticks` above 1 the chunks of a PrefillBatch right before it may run in as many
+    parts, each before one of the first ticks. Rows whose prompts that completes join once it has.
     """
 
     keys: tuple[RequestKey, ...]
     max_ticks: int
     yields: bool = False
+    prompt_ticks: int = 1
 
     def __post_init__(self) -> None:
         require_distinct("resident", self.keys)
-        if self.max_ticks < 1:
-            raise ValueError("resident: at least one tick")
+        if not 1 <= self.prompt_ticks <= self.max_ticks:
+            raise ValueError(
+                f"resident: {self.max_ticks} ticks, {self.prompt_ticks} of them with prompts"
+            )

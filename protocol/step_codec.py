@@ -41,7 +41,7 @@ BATCHES: tuple[tuple[type, str], ...] = (
     (PreludeBatch, "ii"),
     (RecurrentBatch, "ii"),
     (CodaBatch, "iii"),
-    (ResidentBatch, "nb"),
+    (ResidentBatch, "nbn"),
 )
 RESULTS: tuple[tuple[type, str], ...] = (
     (PrefillResult, "i"),

@@ -77,7 +77,9 @@ class Lane:
         self._admissions: dict[RequestKey, Admission] = {}
         self._forks = UnsentForks(self.kv, grows=self._grows)
         self._in_flight = PlansInFlight()
-        self._pace = TickPace(settings.tick_interval, self.limits.max_ticks)
+        self._pace = TickPace(
+            settings.tick_interval, self.limits.max_ticks, profile.model.max_loops
+        )
         self._seq = 0
 
     def __repr__(self) -> str:
@@ -279,7 +281,7 @@ class Lane:
         forks = self._forks.send(requests, self._room.bytes)
         if self._admissions or self.suspended:
             requests = self._room.select(requests, self._opening, forks)
-        steps = plan_steps(requests, self.limits, self._pace.ticks, yields=yields)
+        steps = plan_steps(requests, self.limits, self._pace, yields=yields)
         if not (releases or suspends or steps):
             return None
         # Sent with its first chunk, an admission adds little more to a plan than what is run of it.
@@ -311,7 +313,7 @@ class Lane:
         """The plan that `result` answers, no longer in flight; None unless it is the first one."""
         plan = self._in_flight.take(result)
         if plan is not None:
-            self._pace.note(result)
+            self._pace.note(plan, result)
         return plan
 
     def cache_prompts(

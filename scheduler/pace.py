@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
+from protocol.plan import PrefillBatch
 from protocol.result import ResidentResult
 
 if TYPE_CHECKING:
+    from protocol.plan import ExecutionPlan
     from protocol.result import PlanResult
 
 
 class TickPace:
-    """What one worker's ticks take. Owner: Lane. Mutated only by: note.
+    """What one worker's ticks and prompts take. Owner: Lane. Mutated only by: note.
 
     Outputs of resident rows come with their plan, so a plan is as long as `interval` seconds of
     what ticks took lately, and at most `max_ticks`, which it is until there is a measurement.
+    Prompts run in between, in up to `passes` parts.
     """
 
-    def __init__(self, interval: float, max_ticks: int) -> None:
+    def __init__(self, interval: float, max_ticks: int, passes: int) -> None:
         self._interval_us = interval * 1e6
         self._max_ticks = max_ticks
+        self._passes = passes
         self._tick_us = 0.0
+        self._token_us = 0.0
 
     def __repr__(self) -> str:
         return f"<TickPace {self.ticks} ticks of {self._tick_us:.0f} us>"
@@ -32,9 +38,28 @@ class TickPace:
             return self._max_ticks
         return max(min(int(self._interval_us / self._tick_us), self._max_ticks), 1)
 
-    def note(self, result: PlanResult) -> None:
+    def ticks_beside(self, tokens: int) -> int:
+        """Ticks of a plan that has so many prompt tokens: the fewest that keep the interval.
+
+        Each tick has an equal part of the prompts before it, and both together should take no
+        longer. One until prompts were measured.
+
+        Example: 50 ms, ticks of 10 ms, prompts of 100 ms -> parts of at most 40 ms -> 3.
+        """
+        left = max(self._interval_us - self._tick_us, 1.0)
+        parts = ceil(tokens * self._token_us / left)
+        return max(min(parts, self._passes, self._max_ticks), 1)
+
+    def note(self, plan: ExecutionPlan, result: PlanResult) -> None:
         """Half of what is remembered comes from the latest plan."""
-        for step, device_us in zip(result.steps, result.device_us, strict=True):
-            if isinstance(step, ResidentResult) and step.ticks and device_us:
-                tick_us = device_us / step.ticks
-                self._tick_us = (self._tick_us + tick_us) / 2 if self._tick_us else tick_us
+        for step, answer, device_us in zip(
+            plan.steps, result.steps, result.device_us, strict=False
+        ):
+            if isinstance(answer, ResidentResult) and answer.ticks and device_us:
+                self._tick_us = _moved(self._tick_us, device_us / answer.ticks)
+            elif isinstance(step, PrefillBatch) and device_us:
+                self._token_us = _moved(self._token_us, device_us / sum(step.counts))
+
+
+def _moved(before: float, latest: float) -> float:
+    return (before + latest) / 2 if before else latest

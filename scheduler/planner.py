@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from protocol.config import SchedulerSettings
     from protocol.plan import Step
     from protocol.profile import WorkerProfile
+    from scheduler.pace import TickPace
     from scheduler.request import Request
 
 
@@ -62,15 +63,15 @@ class StepLimits:
 
 
 def plan_steps(
-    requests: Sequence[Request], limits: StepLimits, ticks: int, *, yields: bool = False
+    requests: Sequence[Request], limits: StepLimits, pace: TickPace, *, yields: bool = False
 ) -> tuple[Step, ...]:
     """CODA, PRELUDE, PREFILL, RECURRENT, RESIDENT, without those that have no row.
 
     Moves the requests on. Every request in the core has a row, whatever the prompts of others need.
     Rows keep the order of `requests`, which are not more than `limits.max_tokens`. A token whose
     signal is not heard has no row, nor has an output before the one ahead of it has come back, nor
-    a resident request that ends in the ticks in flight. Resident rows have `ticks` at most; with
-    `yields` they stop when a row ends.
+    a resident request that ends in the ticks in flight. `pace` says how many ticks resident rows
+    have at most; with `yields` they stop when a row ends.
     """
     exited, core, prompts = _rows(requests, limits)
     going_on = [request for request in exited if not request.is_last_output]
@@ -81,7 +82,7 @@ def plan_steps(
         core = [request for request in requests if request.stage is _RECURRENT]
     prefill = _prefill(prompts, limits.chunk_size, prefill_tokens)
     staged: tuple[Step, ...] = (coda, prelude, prefill, _recurrent(core))
-    resident = _resident(requests, ticks, yields) if ticks else ()
+    resident = _resident(requests, pace, sum(prefill.counts), yields) if limits.max_ticks else ()
     return tuple(step for step in staged if step.keys) + resident
 
 
@@ -143,7 +144,7 @@ def _recurrent(core: Sequence[Request]) -> RecurrentBatch:
 
 
 def _resident(
-    requests: Sequence[Request], max_ticks: int, yields: bool
+    requests: Sequence[Request], pace: TickPace, prompt_tokens: int, yields: bool
 ) -> tuple[ResidentBatch, ...]:
     """One batch of the resident rows, or none; also those whose prompt this plan completes."""
     # One whose other choices are not forked yet may not sample before them.
@@ -151,12 +152,17 @@ def _resident(
     rows = [request for request in resident if not request.ends_in_flight]
     if not rows:
         return ()
-    # Whoever is planned loop by loop, or chunk by chunk, gets on by one step a plan.
-    others = any(request.is_live and request.stage is not _RESIDENT for request in requests)
-    ticks = 1 if others else max_ticks
+    # Whoever is planned loop by loop gets on by one step a plan, and prompts by one chunk.
+    others = [r for r in requests if r.is_live and r.stage is not _RESIDENT]
+    prompt_ticks = pace.ticks_beside(prompt_tokens)
+    if any(request.state is not _PREFILL for request in others):
+        ticks = prompt_ticks = 1
+    else:
+        ticks = prompt_ticks if others else max(pace.ticks, prompt_ticks)
     for request in rows:
         request.tick(ticks)
-    return (ResidentBatch(tuple([request.key for request in rows]), ticks, yields),)
+    keys = tuple([request.key for request in rows])
+    return (ResidentBatch(keys, ticks, yields, prompt_ticks),)
 
 
 def _prefill(requests: Iterable[Request], chunk_size: int, max_tokens: int) -> PrefillBatch:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -25,10 +25,18 @@ from worker.outcome import (
     read_tokens,
     select_rows,
 )
-from worker.resident import ResidentTicks
+from worker.prompt_passes import PromptPasses, no_passes
 from worker.snapshot import SuspendedRows
-from worker.stages import run_coda, run_prefill, run_prelude, run_recurrent
-from worker.streams import Lane, open_streams
+from worker.stages import (
+    num_passes,
+    prefill_passes,
+    run_coda,
+    run_prefill,
+    run_prelude,
+    run_recurrent,
+)
+from worker.streams import Lane, Parts, Without, open_streams
+from worker.tick_runner import TickRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,28 +45,37 @@ if TYPE_CHECKING:
     from protocol.plan import Admission, ExecutionPlan, Fork, Resume, StagedStep, Step
     from protocol.snapshot import SnapshotRoom
     from worker.outcome import StepReader
-    from worker.pending_ticks import PendingTicks
     from worker.readback import ReadbackLease
     from worker.slot_table import Slot
     from worker.stages import Device
-    from worker.streams import Streams
+    from worker.streams import Span, Streams
     from worker.tick_graphs import TickGraphs
 
 logger = logging.getLogger(__name__)
 
 
-_LANES = {
+_Step = TypeVar("_Step", bound="Step")
+
+_LANES: dict[type[StagedStep], Lane] = {
     PrefillBatch: Lane.CORE,
     PreludeBatch: Lane.BOUNDARY,
     RecurrentBatch: Lane.CORE,
     CodaBatch: Lane.BOUNDARY,
-    ResidentBatch: Lane.CORE,
 }
-"""Where each step runs."""
+"""Where each step runs; ticks run on the core lane."""
 
 
 def _never() -> bool:
     return False
+
+
+def _nothing(step: Step) -> StepReader:
+    return lambda _: EMPTY_RESULTS[type(step)]
+
+
+def _shares_ticks(step: Step | None) -> bool:
+    """Whether prompts right before a step run between its ticks."""
+    return isinstance(step, ResidentBatch) and step.prompt_ticks > 1
 
 
 class ModelRunner:
@@ -77,11 +94,10 @@ class ModelRunner:
         streams: Streams | None = None,
     ) -> None:
         self._on = device
-        self._tick_graphs = tick_graphs
         self.suspended = SuspendedRows(device, snapshots)
         self._failed: dict[RequestKey, str] = {}
         self._streams = streams or open_streams(device.device, 1, device.slots.trash)
-        self._ticks: deque[PendingTicks] = deque()
+        self._ticks = TickRunner(device, tick_graphs)
         self.steps_done = 0
 
     def __repr__(self) -> str:
@@ -96,13 +112,17 @@ class ModelRunner:
         Resident ticks end early once `yields()`.
         """
         outcome = PlanOutcome(plan.epoch, plan.seq)
-        self._settle(whatever=bool(plan.suspends or plan.forks))
+        self._ticks.settle(whatever=bool(plan.suspends or plan.forks))
         if plan.changes_slots:
             self._change(plan, outcome)
-        for step in plan.steps:
-            outcome.steps.append(self._run(step, lease, outcome, yields))
-            if not self._streams.asynchronous:
-                self.steps_done += 1
+        prompts: PrefillBatch | None = None
+        for step, behind in zip_longest(plan.steps, plan.steps[1:]):
+            if isinstance(step, ResidentBatch):
+                self._run_ticks(step, prompts, lease, outcome, yields)
+            elif isinstance(step, PrefillBatch) and _shares_ticks(behind):
+                prompts = step
+            else:
+                self._run(step, lease, outcome)
         outcome.end = self._streams.mark()
         return outcome
 
@@ -120,11 +140,6 @@ class ModelRunner:
         self._ticks.clear()
         self.suspended.store.clear()
         self._streams.mark().wait()  # whoever comes next may have any slot and any block
-
-    def _settle(self, *, whatever: bool) -> None:
-        """Let requests know what ticks have done to them: those that are over, or all."""
-        while self._ticks and (whatever or self._ticks[0].is_over()):
-            self._ticks.popleft().settle()
 
     def _change(self, plan: ExecutionPlan, outcome: PlanOutcome) -> None:
         """What a plan does before its steps.
@@ -210,21 +225,72 @@ class ModelRunner:
         self._failed.update(dict.fromkeys(keys, message))
         outcome.failed.extend(FailedRow(key, message) for key in keys)
 
-    def _run(
-        self, step: Step, lease: ReadbackLease, outcome: PlanOutcome, yields: Callable[[], bool]
-    ) -> StepReader:
+    def _run(self, step: StagedStep, lease: ReadbackLease, outcome: PlanOutcome) -> None:
         batch = self._runnable(step, outcome)
         rows = [self._on.slots.slot(key) for key in batch.keys]
         with self._streams.step(_LANES[type(step)], [row.index for row in rows]) as span:
-            outcome.spans.append(span)
+            read = _nothing(step)
             if rows:
                 with self._failing(batch.keys, outcome):
-                    if isinstance(batch, ResidentBatch):
-                        return self._run_ticks(batch, rows, lease, yields)
-                    return self._launch(batch, rows, lease, outcome)
-        return lambda _: EMPTY_RESULTS[type(step)]
+                    read = self._launch(batch, rows, lease, outcome)
+        self._add(outcome, read, span)
 
-    def _runnable(self, step: Step, outcome: PlanOutcome) -> Step:
+    def _add(self, outcome: PlanOutcome, read: StepReader, span: Span) -> None:
+        outcome.steps.append(read)
+        outcome.spans.append(span)
+        if not self._streams.asynchronous:
+            self.steps_done += 1
+
+    def _run_ticks(
+        self,
+        step: ResidentBatch,
+        prompts: PrefillBatch | None,
+        lease: ReadbackLease,
+        outcome: PlanOutcome,
+        yields: Callable[[], bool],
+    ) -> None:
+        """Resident ticks, and between the first ones the prompts of the plan, if there are any."""
+        passes, parts = no_passes(), Parts()
+        chunks = self._runnable(prompts, outcome) if prompts is not None else None
+        batch = self._runnable(step, outcome)
+        keys = [*batch.keys, *(chunks.keys if chunks is not None else ())]
+        with self._streams.step(Lane.CORE, self._on.slots.indices(keys)) as span:
+            if chunks is not None:
+                passes = self._passes(chunks, step.prompt_ticks, parts, outcome)
+            read = _nothing(step)
+            if batch.keys:
+                with self._failing(batch.keys, outcome):
+                    read = self._ticks.run(batch, lease, yields, passes)
+            passes.rest()
+        if chunks is not None:
+            done = PrefillResult(chunks.keys, self._prefilled(chunks.keys))
+            nothing = _nothing(chunks)
+            self._add(outcome, nothing if passes.failed else lambda _: done, parts)
+        self._add(outcome, read, Without(span, parts))
+
+    def _passes(
+        self, batch: PrefillBatch, ticks: int, parts: Parts, outcome: PlanOutcome
+    ) -> PromptPasses:
+        """The passes of a checked batch, spread over so many ticks."""
+        if not batch.keys:
+            return no_passes()
+        rows = [self._on.slots.slot(key) for key in batch.keys]
+        slots, last = [row.index for row in rows], [row.progress.position >= 0 for row in rows]
+
+        def run(work: Callable[[], None]) -> bool:
+            with self._failing(batch.keys, outcome), self._streams.piece() as piece:
+                parts.pieces.append(piece)
+                work()
+                return True
+            return False
+
+        passes = prefill_passes(self._on, batch, slots, last)
+        return PromptPasses(passes, num_passes(self._on, batch), ticks, run)
+
+    def _prefilled(self, keys: Sequence[RequestKey]) -> tuple[int, ...]:
+        return tuple(self._on.slots.slot(key).progress.prefilled for key in keys)
+
+    def _runnable(self, step: _Step, outcome: PlanOutcome) -> _Step:
         """The step without the rows of failed requests and without those that may not run."""
         rows = [
             row
@@ -247,7 +313,7 @@ class ModelRunner:
         slots = [row.index for row in rows]
         match batch:
             case PrefillBatch():
-                ends = tuple(row.progress.prefilled for row in rows)
+                ends = self._prefilled(batch.keys)
                 run_prefill(self._on, batch, slots, [row.progress.position >= 0 for row in rows])
                 return lambda _: PrefillResult(batch.keys, ends)
             case PreludeBatch():
@@ -270,22 +336,3 @@ class ModelRunner:
                 return lambda failed: read_tokens(
                     batch, tokens.tolist(), read_logprobs(values, counts), failed
                 )
-
-    def _run_ticks(
-        self,
-        batch: ResidentBatch,
-        rows: Sequence[Slot],
-        lease: ReadbackLease,
-        yields: Callable[[], bool],
-    ) -> StepReader:
-        """In captured graphs where the batch fits some, else eagerly."""
-        if self._tick_graphs is not None and self._tick_graphs.fits(batch):
-            pending = self._tick_graphs.run(batch, rows, yields, lease)
-        else:
-            self._settle(whatever=True)
-            ticks = ResidentTicks(self._on, batch, rows)
-            ticks.run(yields)
-            pending = ticks.pending()
-        self._ticks.append(pending)
-        self._settle(whatever=False)
-        return pending.read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from protocol.plan import NO_LOGPROBS, CodaBatch, PrefillBatch, PreludeBatch, RecurrentBatch
 from protocol.resident import ResidentBatch
@@ -39,6 +39,8 @@ EMPTY_RESULTS: dict[type[Step], StepResult] = {
     CodaBatch: CodaResult((), (), ()),
     ResidentBatch: ResidentResult((), (), (), (), (), (), (), ()),
 }
+
+_Step = TypeVar("_Step", bound="Step")
 
 NOT_A_NUMBER = "the model computed values that are not numbers; check the checkpoint and its dtype"
 
@@ -84,7 +86,7 @@ class PlanOutcome:
         )
 
 
-def select_rows(step: Step, rows: Sequence[int]) -> Step:
+def select_rows(step: _Step, rows: Sequence[int]) -> _Step:
     """The step with only these of its rows; every field of a staged step is a column."""
     if isinstance(step, ResidentBatch):
         return replace(step, keys=tuple(step.keys[row] for row in rows))

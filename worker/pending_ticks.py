@@ -10,7 +10,7 @@ import torch
 from protocol.resident import RowState
 from protocol.result import FailedRow, ResidentResult
 from worker.outcome import NOT_A_NUMBER
-from worker.resident_table import FINISHED, PARKED, READY
+from worker.resident_table import EMPTY, FINISHED, PARKED, READY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from worker.streams import Mark
 
 _NONE = -1
-_STATES = {READY: RowState.READY, PARKED: RowState.PARKED, FINISHED: RowState.FINISHED}
+_STATES = {
+    READY: RowState.READY,
+    PARKED: RowState.PARKED,
+    FINISHED: RowState.FINISHED,
+    EMPTY: RowState.READY,  # a row whose prompt has failed, which is told beside
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from worker.batch import column
 from worker.boundary import boundary, embed, leaves
 from worker.outcome import read_logprobs
 from worker.pending_ticks import PendingTicks, TickValues
+from worker.prompt_passes import no_passes
 from worker.resident_table import PARKED, PENDING, READY
 from worker.sampling.adjustments import AdjustmentNeeds
 from worker.sampling.logprobs import Logprobs, token_logprobs
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from protocol.resident import ResidentBatch
     from protocol.result import FailedRow, ResidentResult, TokenLogprobs
+    from worker.prompt_passes import PromptPasses
     from worker.slot_table import Slot
     from worker.stages import Device
 
@@ -69,6 +71,7 @@ class ResidentTicks:
         self._row_of = torch.full((on.slots.trash + 1,), _NONE, device=on.device)
         self._row_of[self._seats] = torch.arange(len(rows), device=on.device)
         lines = (1 + batch.max_ticks, len(rows))
+        self._lines = 1
         self._record = TickRecord(
             tokens=torch.full(lines, _NONE, device=on.device),
             exit_depths=torch.full(lines, _NONE, device=on.device),
@@ -79,8 +82,9 @@ class ResidentTicks:
             logprobs=[],
         )
 
-    def run(self, yields: Callable[[], bool]) -> None:
+    def run(self, yields: Callable[[], bool], prompts: PromptPasses | None = None) -> None:
         """Run up to max_ticks ticks; stop earlier as ResidentBatch says, or when `yields()`."""
+        prompts = prompts or no_passes()
         slots, resident = self._on.slots, self._on.slots.resident
         seats, width = self._seats, self._width()
         state = resident.state[seats]
@@ -90,16 +94,24 @@ class ResidentTicks:
         resident.state[going_on] = READY
         self._sample(seats[state == PENDING], line=0)
         for tick in range(self._batch.max_ticks):
-            live = seats[resident.state[seats] == READY]
-            if not len(live):
+            prompts.before_tick(tick)
+            state = resident.state[seats]
+            live, pending = seats[state == READY], seats[state == PENDING]
+            if not len(live) and tick + 1 >= self._batch.prompt_ticks and not len(pending):
                 break
-            leaving = self._loop(live, width)
+            leaving = torch.cat((self._loop(live, width) if len(live) else live, pending))
             finished = self._sample(leaving, line=1 + tick)
+            self._lines += 1
             self._record.live.append(len(live))
             self._record.exits.append(torch.tensor(len(leaving)))
             self._record.finished.append(finished)
             if yields() or (self._batch.yields and int(finished) > 0):
                 break
+        if prompts.rest():
+            self._sample(seats[resident.state[seats] == PENDING], line=self._lines)
+            self._record.live.append(0)
+            self._record.exits.append(torch.tensor(0))
+            self._record.finished.append(torch.tensor(0))
 
     def pending(self) -> PendingTicks:
         """What came of them, copied to the host."""

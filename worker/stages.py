@@ -22,7 +22,7 @@ from worker.sampling.sampler import sample
 from worker.seats import commit_seats, gather_seats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -56,38 +56,76 @@ class Device:
 def run_prefill(
     on: Device, batch: PrefillBatch, slots: Sequence[int], last: Sequence[bool]
 ) -> None:
-    """Run prompt chunks through every depth.
+    """Run prompt chunks through every depth; see prefill_passes."""
+    for _ in prefill_passes(on, batch, slots, last):
+        pass
+
+
+def num_passes(on: Device, batch: PrefillBatch) -> int:
+    """The passes of a prefill batch: one a depth, or, one plane serving all depths, one a token."""
+    return on.model.profile.max_loops if _by_depth(on) else max(batch.counts)
+
+
+def prefill_passes(
+    on: Device, batch: PrefillBatch, slots: Sequence[int], last: Sequence[bool]
+) -> Iterator[None]:
+    """Run prompt chunks through every depth, one of `num_passes` passes each time it is asked.
 
     `last` marks the chunks that end their prompt: the hidden state of their final token stays in
     the slot for the first CODA, at full depth.
     """
-    if on.slots.planes == 1 < on.model.profile.max_loops:
-        hidden = _prefill_by_position(on, batch, slots)
-    else:
-        hidden = _prefill_by_depth(on, batch, slots)
+    finals = on.slots.hidden.new_zeros(len(slots), on.slots.hidden.shape[1])
+    passes = _prefill_by_depth if _by_depth(on) else _prefill_by_position
+    for left in passes(on, batch, slots, finals):
+        if not left:
+            _leave_prompts(on, batch, slots, last, finals)
+        yield
+
+
+def _leave_prompts(
+    on: Device,
+    batch: PrefillBatch,
+    slots: Sequence[int],
+    last: Sequence[bool],
+    finals: Tensor,
+) -> None:
     ended = [index for index, ends_prompt in enumerate(last) if ends_prompt]
     if ended:
         slot = column([slots[index] for index in ended], on.device)
         ends = [batch.starts[index] + batch.counts[index] - 1 for index in ended]
-        on.slots.hidden[slot] = hidden[column(ended, on.device)]
+        on.slots.hidden[slot] = finals[column(ended, on.device)]
         on.slots.position[slot] = column(ends, on.device)
         # Filled, here and below: an assigned number is copied from the host, which waits for it.
         on.slots.loops.index_fill_(0, slot, on.model.profile.max_loops)
         on.slots.resident.state.index_fill_(0, slot, PENDING)
 
 
-def _prefill_by_depth(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
-    """A whole chunk at each depth before the next; final hidden states [chunks, hidden_size]."""
+def _by_depth(on: Device) -> bool:
+    return not on.slots.planes == 1 < on.model.profile.max_loops
+
+
+def _prefill_by_depth(
+    on: Device, batch: PrefillBatch, slots: Sequence[int], finals: Tensor
+) -> Iterator[int]:
+    """A whole chunk at each depth before the next; yields how many depths are left.
+
+    In the end `finals` has the last hidden state of each chunk, [chunks, hidden_size].
+    """
     rows = prefill_rows(on.slots, batch, slots, on.device)
     hidden = on.model.embed(rows.tokens)
+    next_depth = None
     if on.prefill_graphs is not None and on.prefill_graphs.fits(len(hidden), len(slots)):
         next_depth = on.prefill_graphs.begin(hidden, rows)
-        for _ in range(on.model.profile.max_loops):
+    loops = on.model.profile.max_loops
+    for depth in range(loops):
+        if next_depth is not None:
             hidden = next_depth()
-    else:
-        for depth in range(on.model.profile.max_loops):
+        else:
             hidden = loop_chunks(on, hidden, rows.at_depth(on.slots, depth))
-    return hidden[column([bound - 1 for bound in rows.bounds[1:]], on.device)]
+        if depth == loops - 1:
+            ends = column([bound - 1 for bound in rows.bounds[1:]], on.device)
+            finals.copy_(hidden[ends])
+        yield loops - 1 - depth
 
 
 def loop_chunks(on: Device, hidden: Tensor, chunks: PackedChunks) -> Tensor:
@@ -96,15 +134,17 @@ def loop_chunks(on: Device, hidden: Tensor, chunks: PackedChunks) -> Tensor:
     return on.model.loop(hidden, chunks.positions, attend)
 
 
-def _prefill_by_position(on: Device, batch: PrefillBatch, slots: Sequence[int]) -> Tensor:
+def _prefill_by_position(
+    on: Device, batch: PrefillBatch, slots: Sequence[int], finals: Tensor
+) -> Iterator[int]:
     """Each token through every depth before the next one of its request (SHARED).
 
     A token's last loop overwrites what its earlier ones wrote, and the next token reads that; run
-    by depth, the result would depend on where chunks begin. Requests run side by side. Returns the
-    final hidden states [chunks, hidden_size].
+    by depth, the result would depend on where chunks begin. Requests run side by side. Yields how
+    many tokens are left; `finals` has the last hidden state of each chunk, [chunks, hidden_size].
     """
-    finals = on.slots.hidden.new_zeros(len(slots), on.slots.hidden.shape[1])
-    for wave in range(max(batch.counts)):
+    longest = max(batch.counts)
+    for wave in range(longest):
         chunks = [index for index, count in enumerate(batch.counts) if wave < count]
         positions = [batch.starts[index] + wave for index in chunks]
         slot = column([slots[index] for index in chunks], on.device)
@@ -116,7 +156,7 @@ def _prefill_by_position(on: Device, batch: PrefillBatch, slots: Sequence[int]) 
         for _ in range(on.model.profile.max_loops):
             hidden = on.model.loop(hidden, position, attend)
         finals[column(chunks, on.device)] = hidden
-    return finals
+        yield longest - 1 - wave
 
 
 def run_prelude(on: Device, batch: PreludeBatch, slots: Sequence[int]) -> None:

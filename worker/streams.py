@@ -59,6 +59,9 @@ class Streams(Protocol):
         Within it, `slots` may grow by those that nothing is to be waited for.
         """
 
+    def piece(self) -> AbstractContextManager[Span]:
+        """Within a step: a part of it that is measured of its own."""
+
     def copies(self, lane: Lane) -> AbstractContextManager[None]:
         """Within a step: what is enqueued within copies what the step has come to so far.
 
@@ -67,6 +70,38 @@ class Streams(Protocol):
 
     def mark(self) -> Mark:
         """A point after all that is enqueued."""
+
+
+class Parts:
+    """A step that ran in pieces. Owner: one plan's outcome; mutated only while it is enqueued."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Span] = []
+
+    def wait(self) -> None:
+        """See Span."""
+        for piece in self.pieces:
+            piece.wait()
+
+    def microseconds(self) -> int:
+        """See Span."""
+        return sum(piece.microseconds() for piece in self.pieces)
+
+
+class Without:
+    """A step with pieces of another one in it, which are not its own."""
+
+    def __init__(self, whole: Span, others: Parts) -> None:
+        self._whole = whole
+        self._others = others
+
+    def wait(self) -> None:
+        """See Span."""
+        self._whole.wait()
+
+    def microseconds(self) -> int:
+        """See Span."""
+        return max(self._whole.microseconds() - self._others.microseconds(), 0)
 
 
 class _Passed:
@@ -98,6 +133,12 @@ class HostStreams:
     def step(self, lane: Lane, slots: Sequence[int]) -> Iterator[Span]:
         """See Streams."""
         del lane, slots
+        with self.piece() as span:
+            yield span
+
+    @contextmanager
+    def piece(self) -> Iterator[Span]:
+        """See Streams."""
         span, start = _HostSpan(), time.perf_counter()
         try:
             yield span
@@ -170,16 +211,18 @@ class CudaStreams:
         other = self._other.get(lane)
         if other is not None:
             self._wait_for_slots(lane, other, slots)
-        with torch.cuda.stream(stream):
-            span = _CudaSpan(stream)
-            try:
-                yield span
-            finally:
-                span.last.record(stream)
+        with torch.cuda.stream(stream), self._measured(stream) as span:
+            yield span
         if other is not None:
             self._steps[lane] += 1
             for slot in slots:
                 self._last[lane][slot] = (self._steps[lane], span.last)
+
+    @contextmanager
+    def piece(self) -> Iterator[Span]:
+        """See Streams."""
+        with self._measured(torch.cuda.current_stream()) as span:
+            yield span
 
     @contextmanager
     def copies(self, lane: Lane) -> Iterator[None]:
@@ -195,6 +238,14 @@ class CudaStreams:
     def mark(self) -> Mark:
         """See Streams."""
         return _CudaMark([stream.record_event(_event()) for stream in self._apart()])
+
+    @contextmanager
+    def _measured(self, stream: torch.cuda.Stream) -> Iterator[_CudaSpan]:
+        span = _CudaSpan(stream)
+        try:
+            yield span
+        finally:
+            span.last.record(stream)
 
     def _apart(self) -> tuple[torch.cuda.Stream, ...]:
         return tuple(dict.fromkeys((*self._lanes.values(), self._copy)))

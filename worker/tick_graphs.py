@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from protocol.resident import ResidentBatch
     from worker.graphs import Capture, LoopGraphs
     from worker.pending_ticks import TickValues
+    from worker.prompt_passes import PromptPasses
     from worker.readback import ReadbackLease
     from worker.slot_table import Slot
     from worker.stages import Device
@@ -72,11 +73,12 @@ class TickGraphs:
         rows: Sequence[Slot],
         yields: Callable[[], bool],
         lease: ReadbackLease,
+        prompts: PromptPasses,
     ) -> PendingTicks:
         """Enqueue a batch; all but its last ticks are over when this returns.
 
         Rows may have more to come from earlier ticks: what this batch does with them is decided on
-        the device.
+        the device. `prompts` run between the first ticks.
         """
         bucket = self._loops.bucket_of(len(rows))
         lines = self._lines[bucket]
@@ -87,6 +89,7 @@ class TickGraphs:
         values = lease.ticks(1 + batch.max_ticks, bucket)
         events: list[torch.cuda.Event] = []
         for tick in range(batch.max_ticks):
+            prompts.before_tick(tick)
             self._loops.launch(bucket)
             half_b.replay()
             line = 1 + tick
@@ -96,7 +99,12 @@ class TickGraphs:
             events.append(event)
             if yields() or (tick >= AHEAD and _is_over(batch, values, events, tick - AHEAD)):
                 break
-        written = values.part(1 + len(events), bucket)
+        count = 1 + len(events)
+        if prompts.rest():  # their rows are sampled, as no plan leaves any behind
+            half_b.replay()
+            values.header[count].zero_()
+            count += 1
+        written = values.part(count, bucket)
         lines.leave(written, self._on.slots)
         told = lines.leave_logprobs(written.tokens, [row.sampling.logprobs for row in rows])
         return PendingTicks(batch, rows, written, here(self._on.device), told)
@@ -108,4 +116,5 @@ def _is_over(
     """Whether a tick that was enqueued a while ago was the last that is needed."""
     events[tick].synchronize()
     live, _, finished = values.header[1 + tick].tolist()
-    return live == 0 or (batch.yields and finished > 0)
+    nobody = live == 0 and tick >= batch.prompt_ticks
+    return nobody or (batch.yields and finished > 0)

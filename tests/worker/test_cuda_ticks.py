@@ -16,6 +16,7 @@ from tests.ticks import PLANES, SLOTS, WISHES, Row, World, requests
 from worker.kv_storage import KVStorage
 from worker.models.registry import load_model, resolve_model
 from worker.padded_boundary import VARIANTS, padded_boundary
+from worker.prompt_passes import no_passes
 from worker.readback import ReadbackPool
 from worker.resident import ResidentTicks
 from worker.resident_table import FINISHED, PARKED, PENDING, READY
@@ -59,7 +60,7 @@ def test_graphs_leave_what_eager_ticks_leave(model: LoopedModel) -> None:
             with torch.inference_mode():
                 if world is captured:
                     assert graphs.fits(batch)
-                    pending = graphs.run(batch, world.live, lambda: False, lease)
+                    pending = graphs.run(batch, world.live, lambda: False, lease, no_passes())
                 else:
                     one_by_one = ResidentTicks(world.on, batch, world.live)
                     one_by_one.run(lambda: False)
