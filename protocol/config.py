@@ -133,8 +133,8 @@ class SchedulerSettings(Settings):
     the least loaded one and still be preferred for what it has cached, whatever the placement.
 
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
-    plan, or as many as take `tick_interval` seconds: outputs come with their plan. It is one a plan
-    while prompts of the lane are in work. Requests that need the scheduler for every loop (delayed
+    plan, or as many as take `tick_interval` seconds: outputs come with their plan. While prompts of
+    the lane are in work there are as few as keep that interval. Requests that need the scheduler for every loop (delayed
     exits, tokens that wait for others, many stop tokens) do without.
 
     `plans_in_flight` is how many plans a worker may have at once. A second one is only made while

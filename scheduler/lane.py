@@ -77,9 +77,8 @@ class Lane:
         self._admissions: dict[RequestKey, Admission] = {}
         self._forks = UnsentForks(self.kv, grows=self._grows)
         self._in_flight = PlansInFlight()
-        self._pace = TickPace(
-            settings.tick_interval, self.limits.max_ticks, profile.model.max_loops
-        )
+        passes = profile.model.max_loops
+        self._pace = TickPace(settings.tick_interval, self.limits.max_ticks, passes)
         self._seq = 0
 
     def __repr__(self) -> str:

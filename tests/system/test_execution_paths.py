@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from cluster.drivers import SyncDriver
 from protocol.config import CacheSettings, ModelSettings, SchedulerSettings, WorkerSettings
 from protocol.layout import Layout
+from protocol.resident import ResidentBatch
 from protocol.sampling import SamplingParams
 from scheduler.engine import Engine
 from tests.reference import ReferenceRun, reference_run
@@ -21,6 +24,7 @@ from worker.models.registry import load_model, resolve_model
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from protocol.plan import ExecutionPlan
     from scheduler.output import RequestOutput
 
 TIMEOUT = 60.0
@@ -115,6 +119,22 @@ def expected(workers: tuple[LocalExecutor, LocalExecutor]) -> dict[str, Answers]
     return answers
 
 
+@contextmanager
+def watched(engine: Engine) -> Iterator[list[ExecutionPlan]]:
+    """The plans that are made within."""
+    plans: list[ExecutionPlan] = []
+    make = engine.plan
+
+    def plan(now: float) -> list[tuple[str, ExecutionPlan]]:
+        made = make(now)
+        plans.extend(each for _, each in made)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "plan", plan)
+        yield plans
+
+
 class Run:
     """An engine over the next epoch of one worker or two. Owner: one test."""
 
@@ -132,6 +152,7 @@ class Run:
         self.driver = SyncDriver(self.engine, executors, TIMEOUT)
         self.outputs: list[RequestOutput] = []
         self.left_in_flight = 0
+        self.prompt_ticks = 1
 
     def add(self, cases: Iterable[Case], priority: int = 0) -> None:
         for name, prompt, wish in cases:
@@ -141,7 +162,11 @@ class Run:
 
     def step(self) -> None:
         """One step of the driver, which applies whatever is ready."""
-        self.outputs += self.driver.step()
+        with watched(self.engine) as plans:
+            self.outputs += self.driver.step()
+        for step in chain.from_iterable(plan.steps for plan in plans):
+            if isinstance(step, ResidentBatch):
+                self.prompt_ticks = max(self.prompt_ticks, step.prompt_ticks)
         lanes = self.engine.stats().lanes
         self.left_in_flight = max(self.left_in_flight, *(lane.in_flight for lane in lanes))
 
@@ -222,6 +247,25 @@ def test_nor_do_two_lanes(
     run.add(CASES)
     assert run.finish() == expected[policy]
     assert all(lane.plans > 5 for lane in run.engine.stats().lanes)
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_nor_do_prompts_between_ticks(
+    workers: Workers, expected: dict[str, Answers], plans_in_flight: int
+) -> None:
+    run = Run(
+        workers[0],
+        plans_in_flight=plans_in_flight,
+        max_ticks=4,
+        tick_interval=1e-6,
+        prefill_chunk_size=2,
+    )
+    for case in CASES:
+        run.add([case])
+        for _ in range(3):
+            run.step()
+    assert run.finish() == expected["ouro"]
+    assert run.prompt_ticks > 1
 
 
 @pytest.fixture(scope="module")
