@@ -77,8 +77,7 @@ class Lane:
         self._admissions: dict[RequestKey, Admission] = {}
         self._forks = UnsentForks(self.kv, grows=self._grows)
         self._in_flight = PlansInFlight()
-        passes = profile.model.max_loops
-        self._pace = TickPace(settings.tick_interval, self.limits.max_ticks, passes)
+        self._pace = TickPace.of(settings, profile)
         self._seq = 0
 
     def __repr__(self) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from protocol.plan import PrefillBatch
 from protocol.result import ResidentResult
 
 if TYPE_CHECKING:
+    from protocol.config import SchedulerSettings
     from protocol.plan import ExecutionPlan
+    from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
 
 
@@ -27,6 +29,12 @@ class TickPace:
         self._passes = passes
         self._tick_us = 0.0
         self._token_us = 0.0
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings, profile: WorkerProfile) -> Self:
+        """That of a lane."""
+        max_ticks = min(settings.max_ticks, profile.max_ticks)
+        return cls(settings.tick_interval, max_ticks, profile.model.max_loops)
 
     def __repr__(self) -> str:
         return f"<TickPace {self.ticks} ticks of {self._tick_us:.0f} us>"
