@@ -27,10 +27,13 @@ TIMEOUT = 600.0
 class Outcome:
     """One run. `loops` are those of all outputs, the full pass of a first one included.
 
-    `tick_us` is what the device had to do for `ticks`, `device_us` for all steps.
+    `steady` is outputs a second between the first end and the last arrival, when as many are in
+    work as there may be; 0 if nothing is in between. `tick_us` is what the device had to do for
+    `ticks`, `device_us` for all steps.
     """
 
     seconds: float
+    steady: float
     outputs: int
     loops: int
     prompt_tokens: int
@@ -71,6 +74,7 @@ class ClosedLoop:
         added: list[float] = []
         firsts: list[float] = []
         outputs = loops = 0
+        first_end = last_arrival = (0.0, 0)
 
         def add() -> None:
             ask = asks[len(added)]
@@ -86,14 +90,18 @@ class ClosedLoop:
                     firsts.append(time.perf_counter() - added[int(output.key.request_id)])
                 outputs += len(output.tokens)
                 loops += sum(output.exit_depths)
+                if output.finish_reason is not None and not first_end[1]:
+                    first_end = (time.perf_counter(), outputs)
                 if output.finish_reason is not None and len(added) < len(asks):
                     add()
+                    last_arrival = (added[-1], outputs)
         seconds = time.perf_counter() - started
         ticks, tick_us, device_us = (
             now - then for now, then in zip(self._device_work(), before, strict=True)
         )
         return Outcome(
             seconds=seconds,
+            steady=rate_between(first_end, last_arrival),
             outputs=outputs,
             loops=loops,
             prompt_tokens=sum(len(ask.prompt) for ask in asks),
@@ -110,6 +118,12 @@ class ClosedLoop:
             sum(one.tick_us for one in watched),
             sum(one.device_us for one in watched),
         )
+
+
+def rate_between(first: tuple[float, int], last: tuple[float, int]) -> float:
+    """Of two moments, each with what there was until then."""
+    seconds = last[0] - first[0]
+    return (last[1] - first[1]) / seconds if seconds > 0 else 0.0
 
 
 class WatchedExecutor:

@@ -127,13 +127,16 @@ class Comparison:
             return median(map(of, outcomes))
 
         found = [
-            Figure(f"{name}: output", middle(_rate), "tok/s", variant.goal, at_least=True),
+            Figure(f"{name}: output", middle(_rate), "tok/s"),
             Figure(f"{name}: prompts", middle(lambda o: o.prompt_tokens / o.seconds), "tok/s"),
             Figure(f"{name}: loops", middle(lambda o: o.loops / o.seconds), "loops/s"),
             Figure(f"{name}: mean depth", middle(lambda o: o.depth), "loops"),
             Figure(f"{name}: first output", middle(lambda o: o.first_ms), "ms"),
             Figure(f"{name}: a tick", middle(lambda o: o.tick_ms), "ms"),
         ]
+        if not self._on_cpu:
+            steady = middle(_steady)
+            found.append(Figure(f"{name}: steady", steady, "tok/s", variant.goal, at_least=True))
         if self._floor_ms is not None:
             found.append(Figure(f"{name}: its floor", self._floor_ms, "ms"))
         idle = middle(lambda o: 100 * max(1 - o.device_us / 1e6 / o.seconds, 0.0))
@@ -149,3 +152,7 @@ class Comparison:
 
 def _rate(outcome: Outcome) -> float:
     return outcome.rate
+
+
+def _steady(outcome: Outcome) -> float:
+    return outcome.steady

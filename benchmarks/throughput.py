@@ -99,7 +99,9 @@ def cases_of(device: torch.device, *, quick: bool) -> list[Case]:
         for size in (1, 8, 32, 128):
             variants = []
             for name, depths in (("depth 2.5", MIXED), ("depth 4", FULL)):
-                asks = random_asks(2 * size, PROMPT, OUTPUTS, depths, OURO_1_4B.vocab_size)
+                asks = random_asks(
+                    3 * size, PROMPT, OUTPUTS, depths, OURO_1_4B.vocab_size, concurrency=size
+                )
                 goal = GOALS.get(size) if depths == MIXED else None
                 variants.append(Variant(name, asks, goal=goal))
             cases.append(Case(size, tuple(variants)))

@@ -61,14 +61,26 @@ def held_out_asks(count: int, prompts: Range, outputs: Range, seed: int = 0) -> 
 
 
 def random_asks(
-    count: int, prompt: int, outputs: int, depths: Sequence[int], vocab_size: int, seed: int = 0
+    count: int,
+    prompt: int,
+    outputs: int,
+    depths: Sequence[int],
+    vocab_size: int,
+    *,
+    concurrency: int = 1,
+    seed: int = 0,
 ) -> list[Ask]:
-    """Requests of random tokens, whose outputs leave after shuffled `depths`, over and over."""
+    """Requests of random tokens, whose outputs leave after shuffled `depths`, over and over.
+
+    The first `concurrency` of them start together, so they have fewer outputs, each a bit more than
+    the one before: the others then come one by one.
+    """
     pick = random.Random(seed)
     asks = []
-    for _ in range(count):
+    for number in range(count):
+        many = -(-outputs * min(number + 1, concurrency) // concurrency)
         tokens = tuple(pick.randrange(1, vocab_size) for _ in range(prompt))
-        tens = (pick.sample(depths, len(depths)) for _ in range(outputs))
-        trace = (FULL_DEPTH, *chain.from_iterable(tens))[:outputs]
-        asks.append(Ask(tokens, outputs, trace))
+        tens = (pick.sample(depths, len(depths)) for _ in range(many))
+        trace = (FULL_DEPTH, *chain.from_iterable(tens))[:many]
+        asks.append(Ask(tokens, many, trace))
     return asks

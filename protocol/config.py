@@ -134,8 +134,8 @@ class SchedulerSettings(Settings):
 
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
     plan, or as many as take `tick_interval` seconds: outputs come with their plan. While prompts of
-    the lane are in work there are as few as keep that interval. Requests that need the scheduler for every loop (delayed
-    exits, tokens that wait for others, many stop tokens) do without.
+    the lane are in work there are as few as keep that interval. Requests that need the scheduler
+    for every loop (delayed exits, tokens that wait for others, many stop tokens) do without.
 
     `plans_in_flight` is how many plans a worker may have at once. A second one is only made while
     every token knows what is next without the answer to the first: with "ouro_delayed", forced

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import hugging_face, throughput
+from benchmarks.closed_loop import ClosedLoop, rate_between
 from benchmarks.comparison import Comparison, Variant
 from benchmarks.decode import FLOORS, MIXED, floor_tick_ms
 from benchmarks.loop_batch import OURO_1_4B
@@ -105,6 +106,9 @@ def test_requests_are_seeded_and_of_mixed_lengths() -> None:
     assert {len(ask.prompt) for ask in asks} < set(range(16, 129))
     assert len({ask.outputs for ask in asks}) > 10
     (traced,) = random_asks(1, 8, 21, MIXED, 100)
+    together = random_asks(5, 8, 21, MIXED, 100, concurrency=3)
+    assert [ask.outputs for ask in together] == [7, 14, 21, 21, 21]
+    assert [len(ask.depths) for ask in together] == [7, 14, 21, 21, 21]
     assert traced.depths[0] == 4
     assert sum(traced.depths[1:]) == 20 * 2.5
     assert max(traced.prompt) < 100
@@ -115,7 +119,7 @@ def test_what_is_measured_on_cuda() -> None:
     assert [case.concurrency for case in cases] == [1, 8, 32, 128]
     goals = [[variant.goal for variant in case.variants] for case in cases]
     assert goals == [[None, None], [None, None], [2500.0, None], [3200.0, None]]
-    assert [len(case.asks) for case in cases] == [2, 16, 64, 256]
+    assert [len(case.asks) for case in cases] == [3, 24, 96, 384]
 
 
 @pytest.mark.parametrize(("rows", "tokens"), FLOORS.items())
@@ -156,3 +160,14 @@ def test_a_clock_sees_the_model_alone_and_leaves_it_as_it_was() -> None:
     counted = clock.model
     StaticBatches(model).run([Ask((1, 2), 2)], 1)
     assert clock.model == counted
+
+
+def test_the_steady_rate_is_that_of_the_closed_loop_alone() -> None:
+    asks = [Ask((1, 2, 3), outputs) for outputs in (2, 4, 6, 6, 6)]
+    with LocalExecutor.open(WorkerSettings(device="cpu", num_slots=2)) as executor:
+        executor.begin_epoch(2, 60.0)
+        outcome = ClosedLoop({"lane-0": executor}, throughput.SCHEDULER).run(asks, 2, 1.0)
+    assert outcome.outputs == 24
+    assert outcome.steady > 0.0
+    assert rate_between((1.0, 10), (3.0, 50)) == 20.0
+    assert rate_between((0.0, 0), (0.0, 0)) == 0.0
