@@ -7,9 +7,12 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, cast
 
 from ray import serve
+from starlette.routing import Route
 
 from cluster.engine_client import EngineClient
 from cluster.http_api import build_app
+from cluster.metrics import EngineMetrics, start_reports
+from cluster.request_metrics import CountResponses, RequestMetrics
 from cluster.scheduler_actor import SchedulerActor
 from cluster.tokenizer import load_tokenizer
 from protocol.config import Configuration
@@ -18,6 +21,7 @@ from protocol.sampling import SamplingParams
 from worker.models.registry import resolve_model
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncGenerator, Collection
 
     from ray.serve import Application
@@ -39,11 +43,18 @@ HEALTH_INTERVAL = 1.0
 class Engine(SchedulerActor):
     """SchedulerActor as a Serve deployment: opened before it is ready, closed when it goes."""
 
+    _reports: asyncio.Task[None] | None = None
+
     async def __init__(self, configuration: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        super().__init__(Configuration.model_validate_json(configuration))
+        settings = Configuration.model_validate_json(configuration)
+        super().__init__(settings)
         await self.open()
+        metrics = EngineMetrics(settings.model_name, settings.cluster.num_workers)
+        self._reports = start_reports(self, metrics.update, settings.cluster.metrics_interval)
 
     async def __del__(self) -> None:
+        if self._reports is not None:
+            self._reports.cancel()
         await self.close()
 
 
@@ -108,6 +119,7 @@ class Ingress:
         self._model: ModelProfile | None = None
         self._answered = False
         self._checked = (0.0, "not checked yet")
+        self._metrics = RequestMetrics(self._configuration.model_name)
         self._client.start()
 
     async def __serve_build_asgi_app__(self) -> Starlette:
@@ -115,12 +127,15 @@ class Ingress:
         # The engine starts at the same time, and may take as long as its workers may.
         cluster = self._configuration.cluster
         self._model = await self._client.model(cluster.place_timeout + cluster.start_timeout)
-        return build_app(self)
+        app = build_app(self)
+        routes = [route.path for route in app.routes if isinstance(route, Route)]
+        app.add_middleware(CountResponses, metrics=self._metrics, routes=routes)
+        return app
 
     @property
     def model_name(self) -> str:
         """The name that clients put into `model`."""
-        return self._configuration.api.served_model_name or self._configuration.worker.model.model
+        return self._configuration.model_name
 
     @property
     def limits(self) -> ApiSettings:
@@ -141,10 +156,12 @@ class Ingress:
         self, prompt: list[int], params: SamplingParams, *, tenant: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request; see http_api.CompletionService."""
-        return self._client.generate(prompt, params, tenant=tenant)
+        outputs = self._client.generate(prompt, params, tenant=tenant)
+        return self._metrics.observed(outputs, len(prompt), params.n)
 
     async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
         """End a request whose text is complete; see http_api.CompletionService."""
+        self._metrics.finished(request_id, choice)
         await self._client.finish(request_id, at_output_index, choice)
 
     async def health(self) -> str | None:

@@ -84,8 +84,8 @@ def run_server(configuration: Configuration, host: str, port: int) -> int:
         # Ray has set handlers of its own by now, and its SIGTERM aborts the process.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        model = configuration.api.served_model_name or configuration.worker.model.model
-        progress(f"ready: {url}/v1 serves {model} (pid {os.getpid()}); Ctrl-C stops it", sys.stderr)
+        name = configuration.model_name
+        progress(f"ready: {url}/v1 serves {name} (pid {os.getpid()}); Ctrl-C stops it", sys.stderr)
         stop.wait()
         progress("stopping", sys.stderr)
     return 0

@@ -178,7 +178,7 @@ class ClusterSettings(Settings):
     """Workers on Ray, and how long anything may take.
 
     `num_cpus` and `num_gpus` are what one worker asks of Ray. The worker listens on a free port
-    of `plan_port_range` (first, last).
+    of `plan_port_range` (first, last). An engine updates its metrics every `metrics_interval`.
     """
 
     num_workers: Count = 1
@@ -191,6 +191,7 @@ class ClusterSettings(Settings):
     silence_timeout: Seconds = 15.0
     beat_interval: Seconds = 0.25
     shutdown_timeout: Seconds = 10.0
+    metrics_interval: Seconds = 5.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -227,6 +228,11 @@ class Configuration(Settings):
     scheduler: SchedulerSettings = SchedulerSettings()
     cluster: ClusterSettings = ClusterSettings()
     api: ApiSettings = ApiSettings()
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients, and metrics, have for the model."""
+        return self.api.served_model_name or self.worker.model.model
 
 
 def parse_configuration(values: object) -> Configuration:

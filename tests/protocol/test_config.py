@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocol.config import Configuration, parse_configuration
+from protocol.config import ApiSettings, Configuration, parse_configuration
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
@@ -164,3 +164,8 @@ def test_sampling_parameters_are_normal_and_hashable() -> None:
 
 def test_integers_are_good_floats() -> None:
     assert SamplingParams.model_validate({"temperature": 1, "top_p": 1}).temperature == 1.0
+
+
+def test_the_served_name_is_the_model_s_unless_there_is_another() -> None:
+    assert Configuration().model_name == "ouro-tiny"
+    assert Configuration(api=ApiSettings(served_model_name="tiny")).model_name == "tiny"
