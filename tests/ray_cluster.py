@@ -20,11 +20,27 @@ PATIENCE = 20.0
 NUM_CPUS = 8
 
 
-@contextmanager
-def local_ray() -> Iterator[None]:
-    """Start a local cluster; on leaving, assert that no process of it is left.
+def one_node(folder: Path) -> None:
+    """Start Ray on one node and join it.
 
     More CPUs are declared than there may be, so that a test of two workers runs on any machine.
+    """
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        object_store_memory=80 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder),
+    )
+
+
+@contextmanager
+def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
+    """Start a local cluster; on leaving, assert that no process of it is left.
+
+    `start` starts and joins it, given a folder for its files.
     Home, authentication and the session folder are set on purpose: Ray would write to the user's.
     """
     others = set(psutil.Process().children(recursive=True))
@@ -43,15 +59,7 @@ def local_ray() -> Iterator[None]:
     os.environ.update(values)
     try:
         try:
-            ray.init(
-                address="local",
-                num_cpus=NUM_CPUS,
-                object_store_memory=80 * 2**20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(session / "ray"),
-            )
+            start(session / "ray")
             yield
         finally:
             children = psutil.Process().children(recursive=True)
