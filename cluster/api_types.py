@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import field_validator
 
 from cluster.api_logprobs import ChoiceLogprobs
-from cluster.stop_strings import checked_stop
-from protocol.errors import RequestError
-from protocol.sampling import SamplingParams
+from cluster.api_sampling import Body, SamplingBody, neutral
 
 if TYPE_CHECKING:
     from cluster.generation import Completion, TextDelta
@@ -23,56 +21,14 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 """Fields of OpenAI's body that only take the values with which they do nothing."""
 
 DEFAULT_MAX_TOKENS = 16
-DEFAULT_TEMPERATURE = 1.0
-"""OpenAI's defaults, which differ from SamplingParams' greedy one: a client of this API that
-leaves `temperature` out expects sampling."""
+"""OpenAI's default."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+class CompletionRequest(SamplingBody):
+    """Body of POST /v1/completions."""
 
-
-class StreamOptions(_Body):
-    """What a stream carries besides the text."""
-
-    include_usage: bool = False
-
-
-class CompletionRequest(_Body):
-    """Body of POST /v1/completions.
-
-    Types are exact (true is not 1, "1" is not 1) and unknown fields are refused. null means the
-    default wherever OpenAI allows it. `top_k`, `min_loops`, `max_loops`, `exit_threshold`,
-    `ignore_eos`, `stop_token_ids`, `priority`, `forced_depths`, `repetition_penalty` and
-    `min_tokens` are Loopmesh's own; see protocol/sampling.py.
-    """
-
-    model: str
     prompt: str | tuple[int, ...]
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-
-    top_k: int = -1
-    min_loops: int = 1
-    max_loops: int | None = None
-    exit_threshold: float | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    priority: int = 0
-    forced_depths: tuple[int, ...] | None = None
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
 
     best_of: Any = None
     echo: Any = None
@@ -93,64 +49,20 @@ class CompletionRequest(_Body):
     @field_validator(*NEUTRAL_VALUES, mode="before")
     @classmethod
     def _neutral(cls, value: object, info: Any) -> object:  # noqa: ANN401 - pydantic's own object
-        allowed = NEUTRAL_VALUES[info.field_name]
-        if not any(type(value) is type(neutral) and value == neutral for neutral in allowed):
-            raise ValueError(f"not supported: leave it out or send {allowed[-1]!r}")
-        return value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop_strings(cls, value: object) -> tuple[str, ...]:
-        try:
-            return checked_stop(value)
-        except RequestError as error:
-            raise ValueError(str(error)) from error
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for name in bias or ():
-            if not (name.isascii() and name.isdecimal() and len(name) < 20):
-                raise ValueError(f"{name!r:.80} is no token id: keys are integers from 0, as text")
-        return bias
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
-        return self
+        return neutral(value, info.field_name, NEUTRAL_VALUES)
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with an event that counts tokens and loops."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def wanted_tokens(self) -> int:
+        """Most tokens to generate."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def to_sampling_params(self) -> SamplingParams:
-        """The parameters for the engine. Raises pydantic's ValidationError, field by field."""
-        return SamplingParams(
-            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
-            temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            min_loops=self.min_loops,
-            max_loops=self.max_loops,
-            exit_threshold=self.exit_threshold,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-            priority=self.priority,
-            forced_depths=self.forced_depths,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((int(name), bias) for name, bias in (self.logit_bias or {}).items()),
-            min_tokens=self.min_tokens,
-            logprobs=self.logprobs,
-            n=1 if self.n is None else self.n,
-        )
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives to tell of each token."""
+        return self.logprobs
 
 
-class Usage(_Body):
+class Usage(Body):
     """What a request cost: its prompt once, and the outputs of all its choices.
 
     Loops are those of the outputs: `loops_saved` counts what full passes would have run more,
@@ -176,7 +88,7 @@ class Usage(_Body):
         )
 
 
-class Choice(_Body):
+class Choice(Body):
     """One answer, or in a stream its next piece; one exit depth (1-based) a token id."""
 
     text: str
@@ -199,7 +111,7 @@ class Choice(_Body):
         )
 
 
-class CompletionResponse(_Body):
+class CompletionResponse(Body):
     """An answer, or one event of a stream. An unset `usage` is left out of the JSON."""
 
     id: str
@@ -214,7 +126,7 @@ class CompletionResponse(_Body):
         return self.model_dump_json(exclude_unset=True)
 
 
-class ModelCard(_Body):
+class ModelCard(Body):
     """One entry of GET /v1/models."""
 
     id: str
@@ -223,7 +135,7 @@ class ModelCard(_Body):
     owned_by: Literal["loopmesh"] = "loopmesh"
 
 
-class ModelList(_Body):
+class ModelList(Body):
     """Body of GET /v1/models."""
 
     object: Literal["list"] = "list"

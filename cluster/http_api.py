@@ -13,7 +13,6 @@ import logging
 import time
 import uuid
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.applications import Starlette
@@ -22,26 +21,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cluster.api_calls import BODIES, checked_call
 from cluster.api_errors import (
     ApiError,
     body_too_large,
-    invalid_request,
-    model_not_found,
     overloaded,
     timed_out,
     to_api_error,
     unsupported_media_type,
 )
-from cluster.api_types import (
-    Choice,
-    CompletionRequest,
-    CompletionResponse,
-    ModelCard,
-    ModelList,
-    Usage,
-)
-from cluster.choices import ChoiceAssembler
-from cluster.generation import resolve_seed
+from cluster.api_types import ModelCard, ModelList
 from cluster.http_reply import ClientGoneError, Reply, error_response, while_connected
 
 if TYPE_CHECKING:
@@ -49,7 +38,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.generation import Completion, TextDelta
+    from cluster.api_calls import Call
+    from cluster.api_chat import ChatCompletionRequest
+    from cluster.api_types import CompletionRequest
     from cluster.tokenizer import Tokenizer
     from protocol.config import ApiSettings
     from protocol.sampling import SamplingParams
@@ -102,7 +93,7 @@ class CompletionService(Protocol):
 
 
 def build_app(service: CompletionService) -> Starlette:
-    """The ASGI application: /v1/completions, /v1/models and /health."""
+    """The ASGI application: the paths of BODIES, /v1/models and /health."""
 
     async def models(_: Request) -> Response:
         body = ModelList(data=(ModelCard(id=service.model_name),))
@@ -118,9 +109,14 @@ def build_app(service: CompletionService) -> Starlette:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
+    room = Room(service.limits.max_requests)
+    generating = [
+        Route(path, CompletionRoute(service, request, room), methods=["POST"])
+        for path, request in BODIES.items()
+    ]
     return Starlette(
         routes=[
-            Route("/v1/completions", CompletionRoute(service), methods=["POST"]),
+            *generating,
             Route("/v1/models", models, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
@@ -133,7 +129,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
     message = (
         f"{request.method} {request.url.path} is not served here: there are "
-        "POST /v1/completions, GET /v1/models and GET /health"
+        f"POST {' and '.join(BODIES)}, GET /v1/models and GET /health"
     )
     response = error_response(ApiError(status, "invalid_request_error", code, message))
     if isinstance(error, HTTPException):
@@ -141,40 +137,40 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One checked completion request; `response_id` and `created` stand in all its events."""
+class Room:
+    """The requests between their admission and their last byte, on all paths that generate.
 
-    body: CompletionRequest
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    tenant: str
-    response_id: str
-    created: int
+    Owner: the application. Mutated only by: `taken`.
+    """
 
-    def response(
-        self, model: str, choices: tuple[Choice, ...], **usage: Usage | None
-    ) -> CompletionResponse:
-        return CompletionResponse(
-            id=self.response_id,
-            object="text_completion",
-            created=self.created,
-            model=model,
-            choices=choices,
-            **usage,
-        )
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._running = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Count one request in, or refuse it."""
+        if self._running >= self._limit:
+            raise overloaded(f"{self._limit} requests are running, the most allowed: try again")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
 
 class CompletionRoute:
-    """POST /v1/completions. Owner: the application. Mutated only by: its own calls.
+    """POST to one of BODIES. Owner: the application. Immutable."""
 
-    `_running` counts the requests between their admission here and their last byte.
-    """
-
-    def __init__(self, service: CompletionService) -> None:
+    def __init__(
+        self,
+        service: CompletionService,
+        request: type[CompletionRequest] | type[ChatCompletionRequest],
+        room: Room,
+    ) -> None:
         self._service = service
-        self._running = 0
+        self._request = request
+        self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens to it."""
@@ -182,28 +178,17 @@ class CompletionRoute:
         reply = Reply(request, send)
         try:
             _require_json(request)
-            with self._room():
+            with self._room.taken():
                 async with asyncio.timeout(self._service.limits.request_timeout) as clock:
-                    call = self._check(await self._read(request), tenant_of(request))
-                    await while_connected(request, self._answer(call, reply))
+                    call = self._check(await self._read(request))
+                    answer = self._answer(call, tenant_of(request), reply)
+                    await while_connected(request, answer)
         except (ClientGoneError, ClientDisconnect):
             logger.info("a client went away before its answer was complete")
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 error = timed_out(self._service.limits.request_timeout)
             await reply.fail(_reported(error))
-
-    @contextmanager
-    def _room(self) -> Iterator[None]:
-        """Count one request in, or refuse it."""
-        limit = self._service.limits.max_requests
-        if self._running >= limit:
-            raise overloaded(f"{limit} requests are running, the most allowed: try again")
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
 
     async def _read(self, request: Request) -> bytes:
         """The body, never more of it in memory than allowed."""
@@ -218,47 +203,28 @@ class CompletionRoute:
                 raise body_too_large(limit)
         return bytes(body)
 
-    def _check(self, raw: bytes, tenant: str) -> _Call:
+    def _check(self, raw: bytes) -> Call:
         service = self._service
-        body = CompletionRequest.model_validate_json(raw)
-        if body.model != service.model_name:
-            raise model_not_found(body.model, service.model_name)
-        params = body.to_sampling_params()
-        if isinstance(body.prompt, str):
-            prompt = service.tokenizer.encode(body.prompt)
-        else:
-            prompt = list(body.prompt)
-        if not prompt:
-            raise invalid_request("prompt: empty; send at least one token", "prompt")
-        seed = resolve_seed(params.seed)
-        return _Call(
-            body=body,
-            prompt=prompt,
-            params=params.model_copy(update={"seed": seed}),
-            seed=seed,
-            tenant=tenant,
-            response_id=f"cmpl-{uuid.uuid4().hex}",
-            created=int(time.time()),
-        )
+        body = self._request.model_validate_json(raw)
+        name, created = uuid.uuid4().hex, int(time.time())
+        return checked_call(body, service.model_name, service.tokenizer, name, created, None)
 
-    async def _answer(self, call: _Call, reply: Reply) -> None:
+    async def _answer(self, call: Call, tenant: str, reply: Reply) -> None:
         """Generate and send, each event as soon as its output is there."""
-        assembler = ChoiceAssembler(
-            self._service.tokenizer,
-            n=call.params.n,
-            prompt_tokens=len(call.prompt),
-            max_loops=self._service.max_loops,
-            seed=call.seed,
-            stop=call.body.stop,
-        )
-        generation = self._service.generate(call.prompt, call.params, tenant=call.tenant)
+        assembler = call.assembler(self._service.max_loops)
+        generation = self._service.generate(call.prompt, call.params, tenant=tenant)
+        opened = not call.body.stream
         async with aclosing(generation) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
                 if delta is None:
                     continue
+                if not opened:
+                    opened = True
+                    for event in call.opening():
+                        await reply.event(event)
                 if call.body.stream:
-                    await reply.event(self._event(call, delta))
+                    await reply.event(call.event(delta))
                 choice = output.choice
                 if (index := assembler.stop_index(choice)) is not None:
                     await self._service.finish(output.key.request_id, index, choice)
@@ -266,24 +232,11 @@ class CompletionRoute:
                     break
         completion = assembler.completion()
         if call.body.stream:
-            await self._end_stream(call, completion, reply)
+            for event in (*call.closing(completion), "[DONE]"):
+                await reply.event(event)
+            await reply.end()
         else:
-            parts = (Choice.of(part, self._service.tokenizer) for part in completion.choices)
-            usage = Usage.of(completion)
-            body = call.response(self._service.model_name, tuple(parts), usage=usage)
-            await reply.whole(Response(body.to_json(), media_type="application/json"))
-
-    def _event(self, call: _Call, delta: TextDelta) -> str:
-        usage = {"usage": None} if call.body.include_usage else {}
-        choice = Choice.of(delta, self._service.tokenizer)
-        return call.response(self._service.model_name, (choice,), **usage).to_json()
-
-    async def _end_stream(self, call: _Call, completion: Completion, reply: Reply) -> None:
-        if call.body.include_usage:
-            last = call.response(self._service.model_name, (), usage=Usage.of(completion))
-            await reply.event(last.to_json())
-        await reply.event("[DONE]")
-        await reply.end()
+            await reply.whole(Response(call.answer(completion), media_type="application/json"))
 
 
 def tenant_of(request: Request) -> str:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import tokenizers
 
+from cluster.chat import CONFIG_FILE, load_chat_template
 from cluster.detokenizer import Detokenizer
 from protocol.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from cluster.chat import ChatTemplate
 
 
 class Tokenizer:
     """The tokenizer of one checkpoint; immutable, safe to share between threads.
 
-    `bos_id` None adds nothing in front of a text.
+    `bos_id` None adds nothing in front of a text. `directory` is where the checkpoint's chat
+    template is looked for, once somebody chats.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos_id: int | None = None,
+        directory: Path | None = None,
+    ) -> None:
         self._backend = backend
         self._bos_id = bos_id
+        self._directory = directory
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.vocab_size} tokens>"
@@ -48,6 +59,25 @@ class Tokenizer:
             ) from error
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids if self._bos_id is None else [self._bos_id, *ids]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of the prompt that the checkpoint's chat template makes of `messages`.
+
+        A template writes its special tokens itself, the start token too, so none is added. Raises
+        RequestError for messages that it refuses, or when the checkpoint has no template.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                "messages: this model's checkpoint has no chat template: send a prompt to "
+                "/v1/completions"
+            )
+        text = self._chat_template.render(messages)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        return load_chat_template(self._directory) if self._directory is not None else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`: special and unknown tokens are silent, broken UTF-8 becomes U+FFFD."""
@@ -81,7 +111,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         ) from error
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
-    return Tokenizer(backend, _bos_id(directory / "tokenizer_config.json", backend))
+    return Tokenizer(backend, _bos_id(directory / CONFIG_FILE, backend), directory)
 
 
 def _bos_id(path: Path, backend: tokenizers.Tokenizer) -> int | None:

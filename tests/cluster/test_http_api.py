@@ -259,7 +259,7 @@ def test_a_body_is_read_up_to_its_limit(declared: bool, size: int, status: int) 
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("POST", "/v1/chat/completions", 404),
+        ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/health", 405),
