@@ -9,23 +9,18 @@ One call runs at a time: generate takes a whole batch, stream one prompt.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Self
 
 from cluster.choices import ChoiceAssembler
-from cluster.drivers import SyncDriver
+from cluster.engine_session import EngineSession
 from cluster.generation import resolve_seed
 from cluster.interrupts import interrupts_held
 from cluster.stop_strings import checked_stop
-from cluster.tokenizer import load_tokenizer
-from cluster.workers import open_workers
 from protocol.config import Configuration
 from protocol.errors import ExecutorClosedError, LoopmeshError, RequestError
 from protocol.sampling import SamplingParams
-from scheduler.engine import Engine
-from worker.models.registry import resolve_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -58,24 +53,13 @@ class LLM:
         configuration: Configuration | None = None,
     ) -> None:
         self._configuration = _with_model(configuration or Configuration(), model)
-        settings = self._configuration.worker
-        self._tokenizer = load_tokenizer(resolve_model(settings.model))
         self._ids = itertools.count()
         self._busy = False
         self._closed = False
-        self._workers = open_workers(self._configuration, executor, workers)
-        try:
-            # A caller's own batch is never turned away: the queue is as long as the batch.
-            queue = self._configuration.scheduler.model_copy(update={"max_waiting": sys.maxsize})
-            self._engine = Engine(queue)
-            executors = self._workers.executors
-            self._profile = next(iter(executors.values())).profile()
-            self._driver = SyncDriver(
-                self._engine, executors, self._configuration.cluster.plan_timeout
-            )
-        except BaseException:
-            self._workers.close()
-            raise
+        # A caller's own batch is never turned away: the queue is as long as the batch.
+        self._session = EngineSession.open(self._configuration, executor, workers)
+        self._engine, self._driver = self._session.engine, self._session.driver
+        self._tokenizer, self._profile = self._session.tokenizer, self._session.profile
 
     def __enter__(self) -> Self:
         return self
@@ -161,10 +145,7 @@ class LLM:
         """Shut the workers down; idempotent. The LLM cannot be used after it."""
         if not self._closed:
             self._closed = True
-            try:
-                self._driver.close(self._configuration.cluster.shutdown_timeout)
-            finally:
-                self._workers.close()
+            self._session.close()
 
     def _run(
         self,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.interrupts import interrupts_held
+from cluster.interrupts import StopSignals, interrupts_held
 from tests.cluster.signals import usual_interrupts
 
 if TYPE_CHECKING:
@@ -80,3 +80,54 @@ def test_another_thread_may_use_it() -> None:
     thread.start()
     thread.join(10.0)
     assert done == ["worked"]
+
+
+def test_the_wish_to_stop_waits_for_whoever_asks() -> None:
+    stop = StopSignals()
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop.listening(), stop.held():
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_where_nothing_is_held_a_stop_is_an_interrupt(number: signal.Signals) -> None:
+    stop = StopSignals()
+    with stop.listening(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    assert not stop.requested
+
+
+def test_another_handler_is_taken_over_again_and_an_ignored_interrupt_stays_ignored() -> None:
+    stop = StopSignals()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop.listening(), stop.held():
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.requested
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            stop.listen()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def run() -> None:
+        stop = StopSignals()
+        with stop.listening():
+            stop.listen()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]
