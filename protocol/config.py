@@ -221,6 +221,24 @@ class ApiSettings(Settings):
     consumer_lease: Seconds = 10.0
 
 
+class BatchSettings(Settings):
+    """Batch jobs: `loopmesh batch`.
+
+    A line of more than `max_line_bytes` is an error line. Results are kept in parts of `part_lines`
+    input lines each until all are there. `requests_per_slot` requests are in work for each slot of
+    the workers, so that none waits for the next. A line whose worker is lost is run again up to
+    `max_retries` times. Progress is told every `progress_interval`; where files cannot grow, as in
+    object stores, results are written every `flush_interval`.
+    """
+
+    max_line_bytes: Count = 2**20
+    part_lines: Count = 1000
+    requests_per_slot: Count = 2
+    max_retries: Annotated[int, Field(strict=True, ge=0)] = 3
+    progress_interval: Seconds = 10.0
+    flush_interval: Seconds = 10.0
+
+
 class Configuration(Settings):
     """All settings of one engine and its endpoint."""
 
@@ -228,6 +246,7 @@ class Configuration(Settings):
     scheduler: SchedulerSettings = SchedulerSettings()
     cluster: ClusterSettings = ClusterSettings()
     api: ApiSettings = ApiSettings()
+    batch: BatchSettings = BatchSettings()
 
     @property
     def model_name(self) -> str:
