@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
     from cluster.generation import Completion
     from cluster.tokenizer import Tokenizer
+    from cluster.workers import ExecutorKind
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 CONFIG_VARIABLE = "LOOPMESH_CONFIG"
+RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets it for what `ray job submit` starts, whose workers then belong on that cluster."""
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -72,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_serve(commands)
+    _add_batch(commands)
     demo = commands.add_parser("demo", help="serve the shipped model on a local cluster and use it")
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="check this machine and say what to mend")
@@ -103,6 +107,20 @@ def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
     _add_model(parser)
     _add_config(parser)
     parser.set_defaults(run=_serve)
+
+
+def _add_batch(commands: argparse._SubParsersAction[Any]) -> None:
+    parser = commands.add_parser("batch", help="answer a file of requests in OpenAI's batch format")
+    parser.add_argument("--input", required=True, metavar="URI", help="JSON lines to answer")
+    parser.add_argument("--output", required=True, metavar="URI", help="where the answers go")
+    parser.add_argument("--executor", choices=("local", "ray"), help="default: as --workers says")
+    parser.add_argument("--workers", type=int, help="workers on Ray (default: one, without Ray)")
+    parser.add_argument(
+        "--max-errors", type=_count, metavar="N", help="stop once more lines than N have failed"
+    )
+    _add_model(parser)
+    _add_config(parser)
+    parser.set_defaults(run=_batch)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +184,25 @@ def _serve(arguments: argparse.Namespace) -> int:
     return run_server(configuration, arguments.host, arguments.port)
 
 
+def _batch(arguments: argparse.Namespace) -> int:
+    configuration = _configuration(arguments)
+    from cluster.batch import BatchTask, run_batch
+
+    is_submitted = RAY_JOB_VARIABLE in os.environ
+    on_ray = arguments.workers is not None or is_submitted
+    executor: ExecutorKind = arguments.executor or ("ray" if on_ray else "local")
+    workers = configuration.cluster.num_workers if executor == "ray" else 1
+    task = BatchTask(
+        input=arguments.input,
+        output=arguments.output,
+        executor=executor,
+        workers=workers if arguments.workers is None else arguments.workers,
+        max_errors=arguments.max_errors,
+        is_submitted=is_submitted,
+    )
+    return run_batch(task, configuration)
+
+
 def _demo(_: argparse.Namespace) -> int:
     from cluster.demo import run_demo
 
@@ -206,6 +243,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path}: a JSON object is needed")
     return values
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: give one from 0")
+    return int(text)
 
 
 def _port(text: str) -> int:
