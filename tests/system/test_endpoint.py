@@ -118,6 +118,25 @@ def test_a_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None
     assert whole.choices[0].finish_reason == "length"
 
 
+def test_a_chat_and_its_stream_say_what_its_prompt_says(client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_completion_tokens": 12,
+        "temperature": 0.0,
+    }
+    whole = client.chat.completions.create(**wish)
+    pieces = [
+        choice.delta.content or ""
+        for event in client.chat.completions.create(**wish, stream=True)
+        for choice in event.choices
+    ]
+    prompt = "<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n"
+    plain = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0.0)
+    assert whole.choices[0].message.content == "".join(pieces) == plain.choices[0].text
+    assert whole.usage == plain.usage
+
+
 def test_choices_of_one_request_and_their_stream(url: str, client: openai.OpenAI) -> None:
     wish: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12}
     wish |= {"temperature": 1.0, "seed": 5}
