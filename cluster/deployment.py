@@ -1,19 +1,19 @@
-"""The Ray Serve deployments: a stateless ingress and the engine behind it."""
+"""The Ray Serve deployments: a stateless ingress and the engines behind it."""
 
 from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ray import serve
 from starlette.routing import Route
 
 from cluster.engine_client import EngineClient
+from cluster.engine_directory import RayDirectory
+from cluster.engine_replica import Engine
 from cluster.http_api import build_app
-from cluster.metrics import EngineMetrics, start_reports
 from cluster.request_metrics import CountResponses, RequestMetrics
-from cluster.scheduler_actor import SchedulerActor
 from cluster.tokenizer import load_tokenizer
 from protocol.config import Configuration
 from protocol.errors import LoopmeshError
@@ -21,89 +21,20 @@ from protocol.sampling import SamplingParams
 from worker.models.registry import resolve_model
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import AsyncGenerator, Collection
+    from collections.abc import AsyncGenerator
 
     from ray.serve import Application
-    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+    from ray.serve.handle import DeploymentHandle
     from starlette.applications import Starlette
 
-    from cluster.scheduler_actor import Refusal
     from cluster.tokenizer import Tokenizer
     from protocol.config import ApiSettings
     from protocol.profile import ModelProfile
     from scheduler.output import RequestOutput
-    from scheduler.stats import EngineStats
 
 CANARY_PROMPT = [0]
 HEALTH_INTERVAL = 1.0
 """Seconds for which an answer about the engine's health is taken as still true."""
-
-
-class Engine(SchedulerActor):
-    """SchedulerActor as a Serve deployment: opened before it is ready, closed when it goes."""
-
-    _reports: asyncio.Task[None] | None = None
-
-    async def __init__(self, configuration: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        settings = Configuration.model_validate_json(configuration)
-        super().__init__(settings)
-        await self.open()
-        metrics = EngineMetrics(settings.model_name, settings.cluster.num_workers)
-        self._reports = start_reports(self, metrics.update, settings.cluster.metrics_interval)
-
-    async def __del__(self) -> None:
-        if self._reports is not None:
-            self._reports.cancel()
-        await self.close()
-
-
-class ServeEngine:
-    """The engine behind its Serve handle; the methods are SchedulerActor's."""
-
-    def __init__(self, handle: DeploymentHandle[Engine]) -> None:
-        self._handle = handle
-
-    async def model(self) -> ModelProfile:
-        profile: ModelProfile = await self._handle.model.remote()
-        return profile
-
-    async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._handle.stats.remote()
-        return stats
-
-    async def submit(
-        self,
-        consumer: str,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        seed: int,
-        *,
-        tenant: str = "",
-    ) -> Refusal | None:
-        refusal: Refusal | None = await self._handle.submit.remote(
-            consumer, request_id, prompt, params, seed, tenant=tenant
-        )
-        return refusal
-
-    async def abort(self, request_id: str) -> None:
-        await self._handle.abort.remote(request_id)
-
-    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
-        await self._handle.finish.remote(request_id, at_output_index, choice)
-
-    async def renew(self, consumer: str, serving: Collection[str]) -> None:
-        await self._handle.renew.remote(consumer, serving)
-
-    async def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]:
-        stream = self._handle.options(stream=True).outputs.remote(consumer)
-        try:
-            async for frame in cast("DeploymentResponseGenerator[list[RequestOutput]]", stream):
-                yield frame
-        finally:
-            # Else the engine's end stays open, and Serve waits for it when it shuts down.
-            stream.cancel()  # type: ignore[no-untyped-call]
 
 
 class Ingress:
@@ -114,7 +45,9 @@ class Ingress:
 
     def __init__(self, engine: DeploymentHandle[Engine], configuration: str) -> None:
         self._configuration = Configuration.model_validate_json(configuration)
-        self._client = EngineClient(ServeEngine(engine), self._configuration.api.consumer_lease)
+        # The handle only makes the engines part of the application: see cluster/engine_replica.py.
+        directory = RayDirectory(engine.app_name)
+        self._client = EngineClient(directory, self._configuration.api.consumer_lease)
         self._tokenizer = load_tokenizer(resolve_model(self._configuration.worker.model))
         self._model: ModelProfile | None = None
         self._answered = False
@@ -177,14 +110,11 @@ class Ingress:
         try:
             if not self._answered:
                 await self._ask()
-                self._answered = True
-            if not (await self._client.stats()).lanes:
-                self._answered = False
-                return "no worker is left"
         except (LoopmeshError, TimeoutError) as error:
-            self._answered = False
             return str(error) or "the engine does not answer"
-        return ""
+        reason = self._client.trouble()
+        self._answered = reason is None
+        return reason or ""
 
     async def _ask(self) -> None:
         """One token, end to end."""
@@ -198,20 +128,22 @@ class Ingress:
 
 
 def build_application(configuration: Configuration) -> Application:
-    """The Serve application: one ingress replica in front of one engine.
+    """The Serve application: ingress replicas in front of engines.
 
     Serve's own limits sit above ours, so that a client over quota gets our answer.
     """
     settings = configuration.model_dump_json()
-    requests = configuration.api.max_requests
+    cluster, requests = configuration.cluster, configuration.api.max_requests
     engine = serve.deployment(
         name="engine",
         num_replicas=1,
-        max_ongoing_requests=8 * requests + 64,
+        max_ongoing_requests=64,  # what Serve and tests ask: no request of a client
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
         health_check_timeout_s=15.0,
-        graceful_shutdown_timeout_s=configuration.cluster.shutdown_timeout,
+        # Serve kills what is not gone by then, and workers and places would stay behind.
+        graceful_shutdown_timeout_s=cluster.drain_timeout + 3 * cluster.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=0.1,
     )(Engine)
     ingress = serve.deployment(
         name="ingress",

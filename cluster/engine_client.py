@@ -1,4 +1,4 @@
-"""EngineClient: an ingress's side of one engine: one output stream, many requests."""
+"""EngineClient: an ingress's side of all engines; each request goes to one, and stays there."""
 
 from __future__ import annotations
 
@@ -7,196 +7,165 @@ import contextvars
 import logging
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
+from cluster.engine_link import CALL_TIMEOUT, EngineLink
+from cluster.engine_load import least_loaded
 from cluster.generation import resolve_seed
 from protocol.errors import WorkerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Collection, Coroutine
+    from collections.abc import AsyncGenerator, Mapping
 
-    from cluster.scheduler_actor import Refusal
+    from cluster.engine_link import EngineHandle
     from protocol.profile import ModelProfile
     from protocol.sampling import SamplingParams
     from scheduler.output import RequestOutput
-    from scheduler.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+WATCH_INTERVAL = 0.5
+"""Seconds between two looks at which engines there are."""
+ATTEMPTS = 3
+"""Engines that a request is sent to before its loss is told, while none has given an output."""
 
-CALL_TIMEOUT = 10.0
-RECONNECT_DELAY = 0.5
 
+class EngineDirectory(Protocol):
+    """Which engines there are. Owner: EngineClient, which asks again and again."""
 
-class EngineHandle(Protocol):
-    """A SchedulerActor, here or behind a Ray Serve handle; see there."""
-
-    async def model(self) -> ModelProfile: ...
-
-    async def stats(self) -> EngineStats: ...
-
-    async def submit(
-        self,
-        consumer: str,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        seed: int,
-        *,
-        tenant: str = "",
-    ) -> Refusal | None: ...
-
-    async def abort(self, request_id: str) -> None: ...
-
-    async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None: ...
-
-    async def renew(self, consumer: str, serving: Collection[str]) -> None: ...
-
-    def outputs(self, consumer: str) -> AsyncGenerator[list[RequestOutput], None]: ...
+    async def engines(self) -> Mapping[str, EngineHandle]:
+        """The engines that run now, by a name that no other engine ever has."""
 
 
 class EngineClient:
-    """Owner: one ingress. Mutated only by: its methods and pumps, on the ingress's event loop."""
+    """Owner: one ingress. Mutated only by: its methods and its watch, on the ingress's event loop.
 
-    def __init__(self, engine: EngineHandle, lease: float) -> None:
-        self._engine = engine
+    One EngineLink an engine. Engines come and go: a new one gets a link when the directory names
+    it, one that is gone loses it, and one that drains gets no new requests.
+    """
+
+    def __init__(self, directory: EngineDirectory, lease: float) -> None:
+        self._directory = directory
         self._lease = lease
         self._name = f"ingress-{uuid.uuid4().hex[:12]}"
-        self._queues: dict[str, asyncio.Queue[RequestOutput | WorkerLostError]] = {}
-        self._attached = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._links: dict[str, EngineLink] = {}
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the pumps: outputs in, lease renewals out."""
-        self._spawn(self._pump())
-        self._spawn(self._renew())
+        """Start to look for engines."""
+        # Ray Serve cancels what inherits a request's context; this outlives the request.
+        self._watch = asyncio.get_running_loop().create_task(
+            self._follow(), context=contextvars.Context()
+        )
 
     async def close(self) -> None:
-        """Stop the pumps; requests still open end with WorkerLostError."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all("the ingress shuts down")
+        """Leave every engine; requests still open end with WorkerLostError. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
+        links = list(self._links.values())
+        self._links.clear()
+        await asyncio.gather(*(link.close("the ingress shuts down") for link in links))
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """The requests that are open."""
-        return tuple(self._queues)
+        """The requests that are open, on any engine."""
+        return tuple(request for link in self._links.values() for request in link.serving)
+
+    @property
+    def links(self) -> tuple[EngineLink, ...]:
+        """The engines that are known, attached or not."""
+        return tuple(self._links.values())
+
+    def trouble(self) -> str | None:
+        """Why no engine could run a request now; None when one could."""
+        ready = [link for link in self._links.values() if link.takes_requests]
+        if not ready:
+            return "no engine is ready; try again"
+        loads = [link.load for link in ready]
+        if all(load is None for load in loads):
+            return "no engine answers"
+        if not any(load.workers for load in loads if load is not None):
+            return "no worker is left"
+        return None
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, *, tenant: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request of a tenant, all its choices; closing the generator early aborts it.
 
-        Raises RequestError, CapacityError or OverloadedError before the first output when the
-        engine does not take it, WorkerLostError when the engine itself is gone.
+        It goes to the least loaded engine, and once to another for each that is lost before its
+        first output, or that takes no more. Raises RequestError, CapacityError or OverloadedError
+        before the first output when the engine does not take it, WorkerLostError when the engine
+        itself is gone.
         """
-        try:
-            await asyncio.wait_for(self._attached.wait(), CALL_TIMEOUT)
-        except TimeoutError as error:
-            raise WorkerLostError("the engine is not ready; try again") from error
-        request_id = f"{self._name}-{uuid.uuid4().hex}"
-        outputs = self._queues[request_id] = asyncio.Queue()
-        running = params.n
-        try:
-            refusal = await answered(
-                self._engine.submit(
-                    self._name,
-                    request_id,
-                    prompt,
-                    params,
-                    resolve_seed(params.seed),
-                    tenant=tenant,
-                )
-            )
-            if refusal is not None:
-                running = 0
-                raise refusal.error()
-            while running:
-                output = await outputs.get()
-                if isinstance(output, WorkerLostError):
-                    running = 0
-                    raise output
-                running -= output.finish_reason is not None
-                yield output
-        finally:
-            del self._queues[request_id]
-            if running:
-                # The caller may be cancelled: the abort must outlive it. The lease stands behind
-                # it, should the call get lost.
-                self._spawn(self._abort(request_id))
+        seed = resolve_seed(params.seed)
+        tried: list[EngineLink] = []
+        while True:
+            link = await self._choose(tried)
+            tried.append(link)
+            delivered = False
+            try:
+                async with aclosing(link.generate(prompt, params, seed, tenant=tenant)) as outputs:
+                    async for output in outputs:
+                        delivered = True
+                        yield output
+                return
+            except WorkerLostError as error:
+                if delivered or len(tried) == ATTEMPTS or not self._candidates(tried):
+                    raise
+                logger.info("a request leaves %s before its first output: %s", link.name, error)
 
     async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:
-        """End a choice whose text is complete; one that has ended is ignored.
-
-        Should the call get lost, closing the generator of the request ends it too.
-        """
-        try:
-            await answered(self._engine.finish(request_id, at_output_index, choice))
-        except WorkerLostError:
-            logger.warning("the end of %s got lost; it is aborted", request_id)
+        """End a choice whose text is complete; one that is not open is ignored."""
+        for link in self._links.values():
+            if request_id in link.serving:
+                await link.finish(request_id, at_output_index, choice)
+                return
 
     async def model(self, patience: float) -> ModelProfile:
-        """The model that the engine serves, once it is up, at most `patience` seconds from now."""
-        return await answered(self._engine.model(), patience)
+        """The model that the engines serve, once one is up, at most `patience` seconds from now.
 
-    async def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
-        return await answered(self._engine.stats())
+        Raises WorkerLostError when none is by then.
+        """
+        link = await self._choose([], patience)
+        assert link.model is not None  # a link attaches after it has asked
+        return link.model
 
-    async def _abort(self, request_id: str) -> None:
+    async def _choose(self, tried: list[EngineLink], patience: float = CALL_TIMEOUT) -> EngineLink:
         try:
-            await answered(self._engine.abort(request_id))
-        except WorkerLostError:
-            logger.warning("abort of %s got lost; its lease will end it", request_id)
+            async with asyncio.timeout(patience):
+                while (link := least_loaded(self._candidates(tried))) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                return link
+        except TimeoutError as error:
+            raise WorkerLostError("no engine is ready; try again") from error
 
-    async def _pump(self) -> None:
+    def _candidates(self, tried: list[EngineLink]) -> list[EngineLink]:
+        links = self._links.values()
+        return [link for link in links if link.takes_requests and link not in tried]
+
+    async def _follow(self) -> None:
         while True:
-            reason = "its output stream ended"
             try:
-                async with aclosing(self._engine.outputs(self._name)) as frames:
-                    async for frame in frames:
-                        self._attached.set()
-                        self._route(frame)
-            except Exception as error:  # the engine's process may end in any way
-                reason = f"{type(error).__name__}: {error}"
-            self._attached.clear()
-            self._fail_all(f"the engine is gone ({reason.splitlines()[0]}); send it again")
-            await asyncio.sleep(RECONNECT_DELAY)
+                engines = await asyncio.wait_for(self._directory.engines(), CALL_TIMEOUT)
+            except Exception as error:  # the directory is asked across processes
+                logger.warning("cannot look for engines: %s: %s", type(error).__name__, error)
+            else:
+                await self._meet(engines)
+            await asyncio.sleep(WATCH_INTERVAL)
 
-    def _route(self, frame: list[RequestOutput]) -> None:
-        for output in frame:
-            queue = self._queues.get(output.key.request_id)
-            if queue is not None:
-                queue.put_nowait(output)
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease / 4)
-            try:
-                await answered(self._engine.renew(self._name, self.serving), self._lease / 4)
-            except WorkerLostError as error:
-                logger.warning("lease renewal failed: %s", error)
-
-    def _fail_all(self, reason: str) -> None:
-        for queue in self._queues.values():
-            queue.put_nowait(WorkerLostError(reason))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        # Ray Serve cancels what inherits a request's context; these outlive the request.
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def answered(call: Awaitable[T], patience: float = CALL_TIMEOUT) -> T:
-    """The engine's answer. Raises WorkerLostError when it gives none, whatever the cause."""
-    try:
-        return await asyncio.wait_for(call, patience)
-    except TimeoutError as error:
-        raise WorkerLostError(f"the engine gave no answer within {patience:g} s") from error
-    except Exception as error:  # the call crosses processes, and the other one may end in any way
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkerLostError(f"the engine is gone ({reason[-1]}); try again") from error
+    async def _meet(self, engines: Mapping[str, EngineHandle]) -> None:
+        for name, engine in engines.items():
+            if name not in self._links:
+                link = EngineLink(name, engine, self._name, self._lease, self._changed.set)
+                self._links[name] = link
+                link.start()
+        # A stream that stands says more than a list that lacks its engine.
+        gone = [link for link in self.links if link.name not in engines and not link.attached]
+        for link in gone:
+            del self._links[link.name]
+            await link.close("the engine is gone; send it again")

@@ -50,21 +50,26 @@ class RayWorkers:
     actors and removes their placement groups, and ends Ray too where open started it.
     """
 
-    def __init__(self, configuration: Configuration, *, owns_ray: bool) -> None:
+    def __init__(self, configuration: Configuration, engine: str, *, owns_ray: bool) -> None:
         self._configuration = configuration
+        self._engine = engine
         self._owns_ray = owns_ray
         self._placed: list[_Placed] = []
         self.executors: dict[str, RayExecutor] = {}
 
     @classmethod
-    def open(cls, configuration: Configuration, count: int) -> Self:
+    def open(cls, configuration: Configuration, count: int, engine: str = "") -> Self:
         """Place and start `count` workers at once and open epoch 1 of each.
+
+        `engine` names whom they work for in the cluster; without it a fresh name does.
 
         Uses the Ray this process is connected to; else the cluster that RAY_ADDRESS names, or one
         of its own that ends with close. Raises ConfigError, ModelError, StartError, DeadlineError
         or WorkerLostError; whatever was started by then is taken down.
         """
-        workers = cls(configuration, owns_ray=connect_ray())
+        # Several engines may share a cluster.
+        name = engine or uuid.uuid4().hex[:8]
+        workers = cls(configuration, name, owns_ray=connect_ray())
         try:
             workers._start(count)
         except BaseException:
@@ -105,10 +110,9 @@ class RayWorkers:
 
     def _start(self, count: int) -> None:
         settings = self._configuration.cluster
-        engine = uuid.uuid4().hex[:8]  # several engines may share a cluster
         for index in range(count):
             lane = f"lane-{index}"
-            place = reserve_place(settings, f"loopmesh-{engine}-{lane}")
+            place = reserve_place(settings, self._engine, lane)
             self._placed.append(_Placed(lane, place, new_secret()))
         for item in self._placed:
             await_place(item.place, settings)

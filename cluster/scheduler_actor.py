@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.drivers import AsyncDriver
+from cluster.engine_load import EngineLoad, LoopRate, load_of
 from cluster.output_stream import OutputStream
 from cluster.workers import open_workers
 from protocol import errors
@@ -21,7 +22,7 @@ from protocol.errors import ExecutorClosedError, LoopmeshError, WorkerLostError
 from scheduler.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection
+    from collections.abc import AsyncGenerator, Callable, Collection
 
     from cluster.workers import ExecutorKind, Workers
     from protocol.config import Configuration
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_WORKER = "no worker is left; the engine is started anew"
+RATE_INTERVAL = 0.5
+"""Seconds between two measurements of the engine's rate of loops."""
+POLL_INTERVAL = 0.05
+READ_TIMEOUT = 2.0
+"""Seconds that consumers of a closed engine may take to read their last outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,16 @@ class _Consumer:
 
 
 class SchedulerActor:
-    """Owner: its host. Mutated only by: its methods, all on one event loop."""
+    """Owner: its host. Mutated only by: its methods, all on one event loop.
 
-    def __init__(self, configuration: Configuration, executor: ExecutorKind = "ray") -> None:
+    `name` is what its workers' places in the cluster are called by.
+    """
+
+    def __init__(
+        self, configuration: Configuration, executor: ExecutorKind = "ray", *, name: str = ""
+    ) -> None:
         self._configuration = configuration
+        self._name = name
         self._executor = executor
         self._engine = Engine(configuration.scheduler)
         self._consumers: dict[str, _Consumer] = {}
@@ -74,9 +86,11 @@ class SchedulerActor:
         self._open_choices: dict[str, int] = {}
         self._workers: Workers | None = None
         self._driver: AsyncDriver | None = None
-        self._reaper: asyncio.Task[None] | None = None
-        self._closed = False
-        self._model: ModelProfile
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = self._draining = False
+        self._readers = 0
+        self._rate = LoopRate()
+        self._model: ModelProfile | None = None
         self._last_result = self._moved = 0.0
 
     async def open(self) -> None:
@@ -87,7 +101,12 @@ class SchedulerActor:
         settings = self._configuration.cluster
         # Starting workers blocks for seconds, and Ray forbids blocking its actors' event loop.
         opening = asyncio.get_running_loop().run_in_executor(
-            None, open_workers, self._configuration, self._executor, settings.num_workers
+            None,
+            open_workers,
+            self._configuration,
+            self._executor,
+            settings.num_workers,
+            self._name,
         )
         try:
             workers = await asyncio.shield(opening)
@@ -104,17 +123,19 @@ class SchedulerActor:
         )
         self._driver.start()
         # A task inherits the context of the request that starts it and is cancelled with it;
-        # this one belongs to the actor.
-        self._reaper = asyncio.get_running_loop().create_task(
-            self._reap(), context=contextvars.Context()
-        )
+        # these belong to the actor.
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(work, context=contextvars.Context())
+            for work in (self._reap(), self._measure())
+        ]
 
     async def close(self) -> None:
         """End every request, then the workers; idempotent, safe half-opened."""
         self._closed = True
-        if self._reaper is not None:
-            self._reaper.cancel()
-            self._reaper = None
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
         if self._driver is not None:
             await self._driver.close(self._configuration.cluster.shutdown_timeout)
             self._driver = None
@@ -122,6 +143,21 @@ class SchedulerActor:
             await asyncio.to_thread(self._workers.close)
             self._workers = None
         self._end_streams()
+
+    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - a deadline, not a cancellation
+        """Take no more requests, let those there are end, at most `timeout` seconds, then close.
+
+        Returns once consumers have read their last outputs, or READ_TIMEOUT later.
+        """
+        self._draining = True
+        await self._until(lambda: not self._engine.has_work(), timeout)
+        await self.close()
+        await self._until(lambda: not self._readers, READ_TIMEOUT)
+
+    async def _until(self, holds: Callable[[], bool], timeout: float) -> None:  # noqa: ASYNC109
+        deadline = self._now() + timeout
+        while not holds() and self._now() < deadline:  # noqa: ASYNC110 (nobody has an event for it)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def check_health(self) -> None:
         """Raise WorkerLostError when the driver stands still or no worker is left.
@@ -147,12 +183,20 @@ class SchedulerActor:
         return None if self._engine.lanes else NO_WORKER
 
     async def model(self) -> ModelProfile:
-        """The model that the workers serve."""
+        """The model that the workers serve. Raises WorkerLostError before they have started."""
+        if self._model is None:
+            raise WorkerLostError("the engine is not open yet; try again")
         return self._model
 
     async def stats(self) -> EngineStats:
         """What the engine holds and has done."""
         return self._engine.stats()
+
+    async def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        ends = self._draining or self._closed
+        queued = self._engine.queued_debt()
+        return load_of(self._engine.stats(), queued, self._rate, draining=ends)
 
     async def worker_pids(self) -> dict[str, int]:
         """The process id of each lane's worker."""
@@ -173,6 +217,8 @@ class SchedulerActor:
             holder = self._consumers.get(consumer)
             if holder is None or self._driver is None:
                 raise WorkerLostError("the engine has just started and is not ready; try again")
+            if self._draining:
+                raise WorkerLostError("the engine is shutting down; try again")
             self._driver.add(request_id, prompt, params, seed, tenant=tenant)
         except LoopmeshError as error:
             return Refusal(type(error).__name__, str(error))
@@ -191,14 +237,18 @@ class SchedulerActor:
         if self._driver is not None:
             self._driver.finish(request_id, at_output_index, choice)
 
-    async def renew(self, consumer: str, serving: Collection[str]) -> None:
+    async def renew(self, consumer: str, serving: Collection[str]) -> EngineLoad:
         """Prolong a consumer's lease; its requests that are not in `serving` are aborted.
 
         A request younger than half a lease is left alone: its submit may have overtaken this call.
+        The answer is the engine's load, by which consumers choose among engines.
         """
         holder = self._consumers.get(consumer)
-        if holder is None:
-            return
+        if holder is not None:
+            await self._keep(holder, serving)
+        return await self.load()
+
+    async def _keep(self, holder: _Consumer, serving: Collection[str]) -> None:
         now = holder.seen = self._now()
         young = self._configuration.api.consumer_lease / 2
         for request_id, since in list(holder.requests.items()):
@@ -210,17 +260,23 @@ class SchedulerActor:
         """The consumer's output stream; the first, empty frame says that it stands.
 
         A consumer that opens one anew has told its clients that the requests of the last one
-        failed: they are aborted. Ends when no more output can come. Raises WorkerLostError from an
-        engine without a worker.
+        failed: they are aborted, as are those of one that closes it. Ends when no more output can
+        come. Raises WorkerLostError from an engine without a worker.
         """
         if not self._engine.lanes:
             raise WorkerLostError(NO_WORKER)
         await self._drop(consumer)
         stream = OutputStream()
-        self._consumers[consumer] = _Consumer(stream, self._now())
-        yield []
-        while frame := await stream.take():
-            yield frame
+        holder = self._consumers[consumer] = _Consumer(stream, self._now())
+        self._readers += 1
+        try:
+            yield []
+            while frame := await stream.take():
+                yield frame
+        finally:
+            self._readers -= 1
+            if self._consumers.get(consumer) is holder:
+                await self._drop(consumer)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -248,6 +304,14 @@ class SchedulerActor:
                 if self._now() - holder.seen > lease:
                     logger.info("ingress %s is gone", name)
                     await self._drop(name)
+
+    async def _measure(self) -> None:
+        """Measure how many loops a second the engine runs."""
+        while True:
+            stats = self._engine.stats()
+            full = bool(stats.waiting) or not any(lane.free_slots for lane in stats.lanes)
+            self._rate.sample(self._now(), stats.loops, full=full)
+            await asyncio.sleep(RATE_INTERVAL)
 
     async def _drop(self, consumer: str) -> None:
         """Forget a consumer: its requests are aborted, its stream ends."""

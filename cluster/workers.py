@@ -54,8 +54,10 @@ class LocalWorker:
         self._executor.shutdown(self._shutdown_timeout)
 
 
-def open_workers(configuration: Configuration, kind: ExecutorKind, count: int) -> Workers:
-    """`count` workers, ready to run plans.
+def open_workers(
+    configuration: Configuration, kind: ExecutorKind, count: int, engine: str = ""
+) -> Workers:
+    """`count` workers, ready to run plans; on Ray, `engine` names whom they work for.
 
     Raises ConfigError for a number of workers that `kind` cannot have, ModelError for a model that
     cannot be served, and what Ray's workers raise; nothing is left open then.
@@ -69,4 +71,4 @@ def open_workers(configuration: Configuration, kind: ExecutorKind, count: int) -
     # Imported late: a local worker starts fast, and without Ray.
     from cluster.ray_workers import RayWorkers
 
-    return RayWorkers.open(configuration, count)
+    return RayWorkers.open(configuration, count, engine)

@@ -179,12 +179,16 @@ class ClusterSettings(Settings):
 
     `num_cpus` and `num_gpus` are what one worker asks of Ray. The worker listens on a free port
     of `plan_port_range` (first, last). An engine updates its metrics every `metrics_interval`.
+    `grows` says that a cluster autoscaler adds nodes: a worker that no node can hold then waits
+    `place_timeout` for one, else it fails at once. An engine that is to end takes no more requests
+    and waits `drain_timeout` for those it has.
     """
 
     num_workers: Count = 1
     num_cpus: Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)] = 1.0
     num_gpus: Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)] = 0.0
     plan_port_range: tuple[Port, Port] = (20000, 29999)
+    grows: Annotated[bool, Field(strict=True)] = False
     place_timeout: Seconds = 30.0
     start_timeout: Seconds = 180.0
     plan_timeout: Seconds = 120.0
@@ -192,6 +196,7 @@ class ClusterSettings(Settings):
     beat_interval: Seconds = 0.25
     shutdown_timeout: Seconds = 10.0
     metrics_interval: Seconds = 5.0
+    drain_timeout: Seconds = 300.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -240,7 +245,7 @@ class BatchSettings(Settings):
 
 
 class Configuration(Settings):
-    """All settings of one engine and its endpoint."""
+    """All settings of the engines of one application and its endpoint."""
 
     worker: WorkerSettings = WorkerSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

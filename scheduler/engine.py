@@ -30,7 +30,7 @@ from scheduler.applier import ResultApplier
 from scheduler.choices import create_choices
 from scheduler.lane import Lane
 from scheduler.output import end_of
-from scheduler.placement import LoadLedger, placement_policy, with_affinity
+from scheduler.placement import LoadLedger, loop_debt, placement_policy, with_affinity
 from scheduler.preemption import Preemption
 from scheduler.pressure import left_out
 from scheduler.queues import WaitingQueue
@@ -242,6 +242,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is live, a plan in flight or a release not yet acknowledged."""
         return bool(self._waiting) or any(lane.is_busy for lane in self._lanes.values())
+
+    def queued_debt(self) -> int:
+        """Loops that the waiting requests are expected to cost; suspended ones count nothing."""
+        return sum(loop_debt(choice) for request in self._waiting for choice in request.together)
 
     def stats(self) -> EngineStats:
         """The engine and its lanes now, and all totals."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster.engine_client import EngineClient
+from cluster.engine_link import EngineLink
 from cluster.output_stream import OutputStream
 from cluster.scheduler_actor import Refusal, SchedulerActor
 from protocol.config import (
@@ -33,11 +34,13 @@ from protocol.identity import RequestKey
 from protocol.result import TokenLogprobs
 from protocol.sampling import SamplingParams
 from scheduler.output import RequestOutput
+from tests.cluster.engines import Directory
 from tests.plans import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
 
+    from cluster.engine_load import EngineLoad
     from scheduler.stats import EngineStats
 
 CONFIGURATION = Configuration(
@@ -68,7 +71,7 @@ async def engine() -> AsyncIterator[SchedulerActor]:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[SchedulerActor, EngineClient]]:
     async with engine() as actor:
-        client = EngineClient(actor, CONFIGURATION.api.consumer_lease)
+        client = EngineClient(Directory(only=actor), CONFIGURATION.api.consumer_lease)
         client.start()
         try:
             yield actor, client
@@ -167,9 +170,9 @@ def test_a_request_is_finished_after_one_of_its_outputs() -> None:
 def test_a_finish_that_gets_lost_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with engine() as actor:
-            cut_off = EngineClient(_NeverFinished(actor), CONFIGURATION.api.consumer_lease)
+            cut_off = EngineLink("a", _NeverFinished(actor), "ingress", 1.0, lambda: None)
             await cut_off.finish("a", 0)
-            await cut_off.close()
+            await cut_off.close("the test ends")
 
     asyncio.run(run())
     assert "the end of a got lost" in caplog.text
@@ -275,7 +278,9 @@ def test_an_ingress_whose_lease_ran_out_finds_its_way_back() -> None:
         async with served() as (actor, client):
             await collect(client, SHORT)
             # The client holds the only stream; a name that lapses is what a lost renewal leads to.
-            lapsed = EngineClient(_NeverRenewed(actor), CONFIGURATION.api.consumer_lease)
+            lapsed = EngineClient(
+                Directory(only=_NeverRenewed(actor)), CONFIGURATION.api.consumer_lease
+            )
             lapsed.start()
             try:
                 assert len(await collect(lapsed, SHORT)) >= 1
@@ -298,7 +303,7 @@ class _NeverRenewed:
         self.submit, self.abort, self.outputs = actor.submit, actor.abort, actor.outputs
         self.finish = actor.finish
 
-    async def renew(self, consumer: str, serving: Collection[str]) -> None:
+    async def renew(self, consumer: str, serving: Collection[str]) -> EngineLoad:
         raise ConnectionError(f"{consumer} with {len(serving)} requests is cut off")
 
 

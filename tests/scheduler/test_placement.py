@@ -74,6 +74,17 @@ def test_debt_is_exact_where_depths_are_forced() -> None:
     assert loop_debt(request) == 0
 
 
+def test_the_queue_owes_what_its_requests_are_expected_to_cost() -> None:
+    bench = Bench(make_profile(num_slots=1))
+    assert bench.engine.queued_debt() == 0
+    bench.add("placed", max_tokens=3)
+    bench.send_plans()
+    assert bench.engine.queued_debt() == 0
+    bench.add("waiting", max_tokens=5)
+    bench.add("shallow", max_tokens=2, max_loops=1)
+    assert bench.engine.queued_debt() == 4 * 5 + 2
+
+
 def test_a_lane_with_little_forced_work_is_preferred() -> None:
     bench = Bench(make_profile(), make_profile())
     bench.add("long", max_tokens=8, forced_depths=(4,) + (1,) * 7)
