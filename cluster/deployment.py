@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.routing import Route
 
 from cluster.engine_client import EngineClient
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from cluster.tokenizer import Tokenizer
-    from protocol.config import ApiSettings
+    from protocol.config import ApiSettings, AutoscalingSettings
     from protocol.profile import ModelProfile
     from scheduler.output import RequestOutput
 
@@ -128,15 +129,15 @@ class Ingress:
 
 
 def build_application(configuration: Configuration) -> Application:
-    """The Serve application: ingress replicas in front of engines.
+    """The Serve application: ingress replicas in front of engines, as many as `autoscaling` says.
 
     Serve's own limits sit above ours, so that a client over quota gets our answer.
     """
     settings = configuration.model_dump_json()
     cluster, requests = configuration.cluster, configuration.api.max_requests
+    scaling = configuration.autoscaling
     engine = serve.deployment(
         name="engine",
-        num_replicas=1,
         max_ongoing_requests=64,  # what Serve and tests ask: no request of a client
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2.0,
@@ -144,12 +145,53 @@ def build_application(configuration: Configuration) -> Application:
         # Serve kills what is not gone by then, and workers and places would stay behind.
         graceful_shutdown_timeout_s=cluster.drain_timeout + 3 * cluster.shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.1,
+        **engine_replicas(scaling),
     )(Engine)
     ingress = serve.deployment(
         name="ingress",
-        num_replicas=1,
         max_ongoing_requests=2 * requests + 64,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=cluster.drain_timeout if scaling.enabled else 5.0,
+        **ingress_replicas(scaling),
     )(serve.ingress()(Ingress))
     return ingress.bind(engine.bind(settings), settings)
+
+
+def engine_replicas(scaling: AutoscalingSettings) -> dict[str, Any]:
+    """How many engines there are, as options of a deployment."""
+    if not scaling.enabled:
+        return {"num_replicas": scaling.min_engines}
+    rules = {"target_debt", "slack", "up_delay", "down_delay", "stale_after"}
+    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function="cluster.autoscaling:EnginePolicy",
+        policy_kwargs=scaling.model_dump(include=rules),
+    )
+    # The policy has delays of its own, which know what it knows.
+    delays = {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+    bounds = {"min_replicas": scaling.min_engines, "max_replicas": scaling.max_engines}
+    return {"autoscaling_config": _autoscaling(scaling, policy=policy, **bounds, **delays)}
+
+
+def ingress_replicas(scaling: AutoscalingSettings) -> dict[str, Any]:
+    """How many ingress replicas there are, as options of a deployment."""
+    if not scaling.enabled:
+        return {"num_replicas": scaling.min_ingresses}
+    return {
+        "autoscaling_config": _autoscaling(
+            scaling,
+            min_replicas=scaling.min_ingresses,
+            max_replicas=scaling.max_ingresses,
+            target_ongoing_requests=float(scaling.target_requests),
+            upscale_delay_s=scaling.up_delay,
+            downscale_delay_s=scaling.down_delay,
+        )
+    }
+
+
+def _autoscaling(scaling: AutoscalingSettings, **options: Any) -> AutoscalingConfig:  # noqa: ANN401
+    # Serve calls the interval deprecated, for a variable that Serve 2.60 does not read yet.
+    return AutoscalingConfig(
+        metrics_interval_s=scaling.report_interval,
+        look_back_period_s=3 * scaling.report_interval,
+        **options,
+    )

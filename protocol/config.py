@@ -12,6 +12,7 @@ from protocol.layout import Layout
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 
 ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
@@ -244,6 +245,45 @@ class BatchSettings(Settings):
     flush_interval: Seconds = 10.0
 
 
+class AutoscalingSettings(Settings):
+    """How many engines and ingress replicas Ray Serve keeps.
+
+    Without `enabled` there are `min_engines` and `min_ingresses`, whatever the load. With it,
+    engines follow their loop debt: there are as many as it takes to have at most `target_debt`
+    seconds of work for each, and one leaves only when the others would have `slack` of that to
+    spare. More are started once that has been so for `up_delay` seconds, fewer kept after
+    `down_delay`. Engines report every `report_interval`; a report older than `stale_after` says
+    nothing, and while one is missing no engine leaves. Ingress replicas follow their open requests,
+    `target_requests` each, with the same delays.
+    """
+
+    enabled: Annotated[bool, Field(strict=True)] = False
+    min_engines: Count = 1
+    max_engines: Count = 4
+    target_debt: Seconds = 10.0
+    slack: Annotated[float, Field(strict=True, ge=0.0, lt=1.0)] = 0.3
+    up_delay: Delay = 10.0
+    down_delay: Delay = 120.0
+    report_interval: Seconds = 2.0
+    stale_after: Seconds = 20.0
+    min_ingresses: Count = 1
+    max_ingresses: Count = 2
+    target_requests: Count = 64
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("engines", "ingresses"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if self.enabled and least > most:
+                raise ValueError(f"min_{name} {least} is above max_{name} {most}: raise the latter")
+        if self.stale_after < 3 * self.report_interval:
+            raise ValueError(
+                f"stale_after {self.stale_after:g} is below three report_intervals of "
+                f"{self.report_interval:g}: a report that is one late would count as missing"
+            )
+        return self
+
+
 class Configuration(Settings):
     """All settings of the engines of one application and its endpoint."""
 
@@ -252,6 +292,18 @@ class Configuration(Settings):
     cluster: ClusterSettings = ClusterSettings()
     api: ApiSettings = ApiSettings()
     batch: BatchSettings = BatchSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        scaling = self.autoscaling
+        if scaling.enabled and scaling.target_requests >= self.api.max_requests:
+            raise ValueError(
+                f"autoscaling.target_requests {scaling.target_requests} is not below "
+                f"api.max_requests {self.api.max_requests}: an ingress would turn requests away "
+                "before there is another"
+            )
+        return self
 
     @property
     def model_name(self) -> str:

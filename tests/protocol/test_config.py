@@ -169,3 +169,34 @@ def test_integers_are_good_floats() -> None:
 def test_the_served_name_is_the_model_s_unless_there_is_another() -> None:
     assert Configuration().model_name == "ouro-tiny"
     assert Configuration(api=ApiSettings(served_model_name="tiny")).model_name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"autoscaling": {"enabled": True, "min_engines": 5}},
+            "min_engines 5 is above max_engines 4: raise the latter",
+        ),
+        (
+            {"autoscaling": {"enabled": True, "min_ingresses": 3}},
+            "min_ingresses 3 is above max_ingresses 2",
+        ),
+        (
+            {"autoscaling": {"report_interval": 5.0, "stale_after": 14.0}},
+            "stale_after 14 is below three report_intervals of 5",
+        ),
+        (
+            {"autoscaling": {"enabled": True, "target_requests": 256}},
+            "autoscaling.target_requests 256 is not below api.max_requests 256",
+        ),
+    ],
+)
+def test_autoscaling_that_could_not_work_is_named(values: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_configuration(values)
+
+
+def test_without_autoscaling_its_bounds_say_nothing() -> None:
+    fixed = parse_configuration({"autoscaling": {"min_engines": 6, "target_requests": 1000}})
+    assert fixed.autoscaling.min_engines == 6
