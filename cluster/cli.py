@@ -78,6 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     demo = commands.add_parser("demo", help="serve the shipped model on a local cluster and use it")
     demo.set_defaults(run=_demo)
+    status = commands.add_parser("status", help="show engines, lanes, debt, and who waits for room")
+    status.add_argument("--address", help="the cluster's (default: $RAY_ADDRESS, or one here)")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.set_defaults(run=_status)
     doctor = commands.add_parser("doctor", help="check this machine and say what to mend")
     doctor.add_argument("--json", action="store_true", help="print one JSON list")
     doctor.add_argument("--host", default=DEFAULT_HOST, help=argparse.SUPPRESS)
@@ -207,6 +211,17 @@ def _demo(_: argparse.Namespace) -> int:
     from cluster.demo import run_demo
 
     return run_demo()
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from cluster.status import joined_cluster, read_status, render
+
+    with joined_cluster(arguments.address or os.environ.get("RAY_ADDRESS") or "auto"):
+        status = read_status(time.time())
+    print(json.dumps(asdict(status)) if arguments.json else render(status))
+    return 1 if status.waiting else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

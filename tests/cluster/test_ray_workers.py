@@ -74,6 +74,12 @@ def test_a_worker_that_no_node_can_hold_is_refused_with_the_numbers() -> None:
         RayWorkers.open(configuration(num_gpus=1), 1)
 
 
+def test_a_cluster_that_grows_is_given_time_to_and_no_longer_than_told() -> None:
+    wide = configuration(num_cpus=1000, grows=True, place_timeout=1.0)
+    with pytest.raises(ConfigError, match=r"'CPU': 1000.*cluster has .*waited 1 s for one"):
+        RayWorkers.open(wide, 1)
+
+
 def test_a_place_that_is_taken_is_waited_for_and_no_longer_than_told() -> None:
     wide = configuration(num_cpus=NUM_CPUS, place_timeout=1.0)
     with RayWorkers.open(wide, 1), pytest.raises(DeadlineError, match="within 1 s"):
