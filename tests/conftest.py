@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device run only when asked for."""
+"""Tests that need a CUDA device, or start a cluster that grows, run only when asked for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --run-gpu."""
+    """Add --run-gpu and --run-autoscaler."""
     parser.addoption("--run-gpu", action="store_true", help="run the tests that need a CUDA device")
+    parser.addoption(
+        "--run-autoscaler", action="store_true", help="run the tests of a Ray cluster that grows"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what carries the marker `gpu` unless it was asked for and can run."""
+    """Skip what carries the marker `gpu` or `autoscaler` unless it was asked for and can run."""
     if not config.getoption("--run-gpu"):
-        reason = "needs --run-gpu"
+        _skip(items, "gpu", "needs --run-gpu")
     elif not torch.cuda.is_available():
-        reason = "torch sees no CUDA device"
-    else:
-        return
+        _skip(items, "gpu", "torch sees no CUDA device")
+    if not config.getoption("--run-autoscaler"):
+        _skip(items, "autoscaler", "needs --run-autoscaler")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if item.get_closest_marker(marker) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
