@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.engine_link import CALL_TIMEOUT, EngineLink
 from cluster.engine_load import least_loaded
 from cluster.generation import resolve_seed
-from protocol.errors import WorkerLostError
+from protocol.errors import DrainingError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -96,13 +96,14 @@ class EngineClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request of a tenant, all its choices; closing the generator early aborts it.
 
-        It goes to the least loaded engine, and once to another for each that is lost before its
-        first output, or that takes no more. Raises RequestError, CapacityError or OverloadedError
-        before the first output when the engine does not take it, WorkerLostError when the engine
-        itself is gone.
+        It goes to the least loaded engine, to another when that one drains, for which it waits, or
+        is lost before its first output, if there is one. Raises RequestError, CapacityError or
+        OverloadedError before the first output when the engine does not take it, WorkerLostError
+        when the engine itself is gone.
         """
         seed = resolve_seed(params.seed)
         tried: list[EngineLink] = []
+        losses = 0
         while True:
             link = await self._choose(tried)
             tried.append(link)
@@ -114,8 +115,10 @@ class EngineClient:
                         yield output
                 return
             except WorkerLostError as error:
-                if delivered or len(tried) == ATTEMPTS or not self._candidates(tried):
-                    raise
+                if not isinstance(error, DrainingError):
+                    losses += 1
+                    if delivered or losses == ATTEMPTS or not self._candidates(tried):
+                        raise
                 logger.info("a request leaves %s before its first output: %s", link.name, error)
 
     async def finish(self, request_id: str, at_output_index: int, choice: int = 0) -> None:

@@ -22,7 +22,7 @@ from protocol.config import Configuration
 from protocol.errors import LoopmeshError, WorkerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from ray.actor import ActorHandle
 
     from cluster.engine_load import EngineLoad
     from scheduler.stats import EngineStats
@@ -79,6 +79,7 @@ class Engine:
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         ).remote(configuration, self._name)
         self._engine = RayEngine(self._actor)
+        self._healthy = True
         try:
             await self._actor.open.remote()
         except ray.exceptions.RayTaskError as error:
@@ -87,10 +88,12 @@ class Engine:
 
     async def check_health(self) -> None:
         """Raise when the engine is gone, does not answer, or says that it cannot go on."""
+        self._healthy = False
         try:
             await asyncio.wait_for(self._actor.check_health.remote(), CALL_TIMEOUT)
         except ray.exceptions.RayTaskError as error:
             raise WorkerLostError(str(error.cause)) from None
+        self._healthy = True
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What cluster/autoscaling.py reads; nothing at all from an engine that does not answer."""
@@ -119,15 +122,24 @@ class Engine:
         actor = getattr(self, "_actor", None)
         if actor is None:
             return
+        # Who waits for one that cannot go on waits in vain, and so does the one in its place.
         settings = self._settings.cluster
-        drained: Awaitable[None] = actor.drain.remote(settings.drain_timeout)
-        try:
-            await asyncio.wait_for(drained, settings.drain_timeout + 2 * settings.shutdown_timeout)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("engine %s did not drain: %s", self._name, error)
-        ray.kill(actor)
+        patience = settings.drain_timeout if self._healthy else 0.0
+        await end_engine(actor, patience, settings.shutdown_timeout)
         # An engine that died could not give its places back.
         await asyncio.to_thread(remove_orphans, self._name)
+
+
+async def end_engine(actor: ActorHandle[Any], patience: float, shutdown: float) -> None:
+    """Drain an engine for `patience` seconds, close it within twice `shutdown`, and end its actor.
+
+    Its actor ends whatever it answers, or if it never does.
+    """
+    try:
+        await asyncio.wait_for(actor.drain.remote(patience), patience + 2 * shutdown)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        logger.warning("an engine did not end by itself: %s", type(error).__name__)
+    ray.kill(actor)
 
 
 def remove_orphans(dead: str = "") -> None:

@@ -18,7 +18,7 @@ from cluster.engine_load import EngineLoad, LoopRate, load_of
 from cluster.output_stream import OutputStream
 from cluster.workers import open_workers
 from protocol import errors
-from protocol.errors import ExecutorClosedError, LoopmeshError, WorkerLostError
+from protocol.errors import DrainingError, ExecutorClosedError, LoopmeshError, WorkerLostError
 from scheduler.engine import Engine
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class SchedulerActor:
             if holder is None or self._driver is None:
                 raise WorkerLostError("the engine has just started and is not ready; try again")
             if self._draining:
-                raise WorkerLostError("the engine is shutting down; try again")
+                raise DrainingError("the engine is shutting down; try again")
             self._driver.add(request_id, prompt, params, seed, tenant=tenant)
         except LoopmeshError as error:
             return Refusal(type(error).__name__, str(error))

@@ -49,3 +49,7 @@ class StartError(LoopmeshError):
 
 class WorkerLostError(LoopmeshError):
     """A worker is gone: its process died, froze, or its stream was cut."""
+
+
+class DrainingError(WorkerLostError):
+    """An engine that is to end took no more requests; another will."""

@@ -131,14 +131,19 @@ def test_an_engine_that_drains_gets_no_new_request_and_keeps_what_it_has() -> No
 
 def test_one_that_takes_no_more_is_passed_by() -> None:
     async def work() -> None:
-        closing = PlayedEngine(refuses=Refusal("WorkerLostError", "the engine is shutting down"))
+        closing = PlayedEngine(refuses=Refusal("DrainingError", "the engine is shutting down"))
         other = PlayedEngine(replace(IDLE, debt=10**6))
-        async with client_of(Directory(closing=closing, other=other)) as client:
-            await until(ready(client, 2))
+        directory = Directory(closing=closing)
+        async with client_of(directory) as client:
+            await until(ready(client, 1))
             asked = asyncio.ensure_future(ask(client))
+            await closing.submitted.wait()
+            # The one in its place is not known yet.
+            directory.listed["other"] = other
             await other.submitted.wait()
             other.say(other.taken[0], 7, FinishReason.STOP)
             assert len(await asked) == 1
+            await until(ready(client, 2))
             # Any other refusal is an answer.
             closing.refuses = Refusal("OverloadedError", "too many")
             with pytest.raises(OverloadedError, match="too many"):

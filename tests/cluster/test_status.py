@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 from cluster.cli import main
 from cluster.engine_directory import NAMESPACE, engine_actor, engine_name
 from cluster.engine_load import EngineLoad
-from cluster.engine_replica import EngineActor, remove_orphans
+from cluster.engine_replica import EngineActor, end_engine, remove_orphans
 from cluster.placement_group import list_places, reserve_place
 from cluster.status import ClusterStatus, EngineStatus, read_status, render
 from protocol.config import ClusterSettings, parse_configuration
@@ -135,6 +136,28 @@ def test_a_worker_that_waits_is_shown_with_what_it_asked_and_what_there_is(
     finally:
         remove_placement_group(asked)
     assert eventually(lambda: main(["status"]) == 0)
+
+
+@ray.remote(num_cpus=0)
+class Stuck:
+    """An engine that never ends by itself."""
+
+    async def drain(self, patience: float) -> None:
+        assert patience == 0.0
+        await asyncio.Event().wait()
+
+    async def answers(self) -> bool:
+        return True
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("engine")
+def test_an_engine_that_does_not_end_is_ended() -> None:
+    actor: Any = Stuck.remote()  # type: ignore[attr-defined]
+    assert ray.get(actor.answers.remote(), timeout=20)
+    asyncio.run(end_engine(actor, 0.0, 0.1))
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.answers.remote(), timeout=20)
 
 
 @pytest.mark.ray
