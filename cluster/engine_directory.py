@@ -37,7 +37,7 @@ def engine_names(application: str | None = None) -> list[str]:
     """The engines that run now, of one Serve application or of all; one call to Ray."""
     actors: Any = ray.util.list_named_actors(all_namespaces=True)
     names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
-    return [name for name in names if application in (None, name.partition("#")[0])]
+    return [name for name in names if application in (None, name.rpartition("#")[0])]
 
 
 def engine_actor(name: str) -> ActorHandle[Any]:

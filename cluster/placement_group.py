@@ -89,19 +89,19 @@ def await_place(place: PlacementGroup, settings: ClusterSettings) -> None:
         state = placement_group_table(place)["stats"]["scheduling_state"]
         infeasible = state == "INFEASIBLE"
         now = time.monotonic()
-        text = shortage(place.bundle_specs[0], infeasible=infeasible)
         late = now - started > settings.place_timeout
         if infeasible and (late or not settings.grows):
+            text = shortage(place.bundle_specs[0], infeasible=True)
+            waited = f" (waited {settings.place_timeout:g} s for one)" if late else ""
             raise ConfigError(
-                f"{text}: lower cluster.num_cpus or num_gpus, or add such a node"
-                + (f" (waited {settings.place_timeout:g} s for one)" if late else "")
+                f"{text}: lower cluster.num_cpus or num_gpus, or add such a node{waited}"
             )
-        if late:
-            raise DeadlineError(
-                f"{text}, and did not come free within {settings.place_timeout:g} s"
-            )
-        if now - told > TELL_INTERVAL:
+        if late or now - told > TELL_INTERVAL:
             told = now
+            text = shortage(place.bundle_specs[0], infeasible=infeasible)
+            if late:
+                patience = f"{settings.place_timeout:g} s"
+                raise DeadlineError(f"{text}, and did not come free within {patience}")
             logger.warning("waiting since %.0f s: %s", now - started, text)
 
 
@@ -122,7 +122,8 @@ def list_places() -> list[Place]:
     """The places of all our workers in the cluster, in the order they were asked for."""
     places = []
     for entry in placement_group_table().values():
-        mark, *parts = entry["name"].split("|")
+        mark, _, rest = entry["name"].partition("|")
+        parts = rest.rsplit("|", 2)
         if mark == MARK and len(parts) == 3 and entry["state"] != "REMOVED":
             places.append(
                 Place(

@@ -214,11 +214,11 @@ class SchedulerActor:
     ) -> Refusal | None:
         """Take a request whose outputs go to `consumer`; a Refusal says why it was not taken."""
         try:
+            if self._draining:
+                raise DrainingError("the engine is shutting down; try again")
             holder = self._consumers.get(consumer)
             if holder is None or self._driver is None:
                 raise WorkerLostError("the engine has just started and is not ready; try again")
-            if self._draining:
-                raise DrainingError("the engine is shutting down; try again")
             self._driver.add(request_id, prompt, params, seed, tenant=tenant)
         except LoopmeshError as error:
             return Refusal(type(error).__name__, str(error))

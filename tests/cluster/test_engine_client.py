@@ -12,7 +12,7 @@ import pytest
 from cluster.engine_client import EngineClient
 from cluster.scheduler_actor import Refusal, SchedulerActor
 from protocol.config import CacheSettings, Configuration, WorkerSettings
-from protocol.errors import OverloadedError, WorkerLostError
+from protocol.errors import DrainingError, OverloadedError, WorkerLostError
 from protocol.exit_rule import FinishReason
 from protocol.sampling import SamplingParams
 from tests.cluster.engines import IDLE, MODEL, Directory, PlayedEngine
@@ -250,6 +250,7 @@ def test_two_real_engines_share_the_work_and_one_drains_without_a_loss() -> None
                 assert done == [4, 5]
                 refused = await actors[0].submit("x", "y", PROMPT, params, 1)
                 assert refused is not None
+                assert isinstance(refused.error(), DrainingError)
                 assert (await actors[0].load()).draining
                 rate = (await actors[1].load()).loops_per_second
                 assert rate is None or rate > 0

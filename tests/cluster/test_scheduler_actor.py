@@ -258,6 +258,19 @@ def test_an_engine_that_closes_ends_its_requests_with_an_error() -> None:
     asyncio.run(run())
 
 
+def test_a_stream_that_is_closed_aborts_what_it_served_at_once() -> None:
+    async def run() -> None:
+        async with engine() as actor:
+            async with aclosing(actor.outputs("ingress-1")) as frames:
+                await anext(frames)
+                assert await actor.submit("ingress-1", "r1", PROMPT, LONG, 1) is None
+            # The lease has not run out yet.
+            assert (await actor.stats()).finished[FinishReason.ABORT] == 1
+            await until(at_rest, actor)
+
+    asyncio.run(run())
+
+
 def test_a_stream_opened_anew_aborts_what_the_last_one_served() -> None:
     async def run() -> None:
         async with engine() as actor, aclosing(actor.outputs("ingress-1")) as old:

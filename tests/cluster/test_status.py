@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from cluster.cli import main
-from cluster.engine_directory import NAMESPACE, engine_actor, engine_name
+from cluster.engine_directory import NAMESPACE, engine_actor, engine_name, engine_names
 from cluster.engine_load import EngineLoad
 from cluster.engine_replica import EngineActor, end_engine, remove_orphans
 from cluster.placement_group import list_places, reserve_place
@@ -158,6 +158,24 @@ def test_an_engine_that_does_not_end_is_ended() -> None:
     asyncio.run(end_engine(actor, 0.0, 0.1))
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(actor.answers.remote(), timeout=20)
+
+
+@pytest.mark.ray
+def test_names_of_applications_may_have_any_sign(engine: str) -> None:
+    assert engine_names() == engine_names("app") == [engine]
+    assert engine_names("ap") == []
+    name = engine_name("a#b|c", "r2")
+    place = reserve_place(ClusterSettings(), name, "lane-1")
+    (found,) = [place for place in list_places() if place.engine == name]
+    assert (found.lane, found.bundle) == ("lane-1", {"CPU": 1.0})
+    assert ray.util.get_placement_group(found.name).id == place.id
+    remove_placement_group(place)
+    assert eventually(lambda: [place.engine for place in list_places()] == [engine])
+    kept: Any = Stuck.options(name=name, namespace=NAMESPACE).remote()  # type: ignore[attr-defined]
+    assert ray.get(kept.answers.remote(), timeout=20)
+    assert engine_names("a#b|c") == [name]
+    ray.kill(kept)
+    assert eventually(lambda: engine_names() == [engine])
 
 
 @pytest.mark.ray
