@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import TYPE_CHECKING
 
 import ray.util
 
 from cluster.plan_stream import PlanStreamServer
 from protocol.config import ClusterSettings, WorkerSettings
-from worker.local_executor import LocalExecutor
+
+if TYPE_CHECKING:
+    from worker.local_executor import LocalExecutor
 
 NO_EPOCH = 0
 """A worker that no scheduler has opened a stream to yet."""
@@ -35,6 +38,9 @@ class WorkerActor:
         `host` None takes the address that Ray knows this node by. Raises ModelError or
         ConfigError when the worker cannot serve.
         """
+        # Imported late: whoever creates workers needs no torch.
+        from worker.local_executor import LocalExecutor
+
         if host is None:
             host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._executor = LocalExecutor.open(

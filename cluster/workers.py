@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from protocol.errors import ConfigError
-from worker.local_executor import LocalExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +35,9 @@ class LocalWorker:
     """The one worker of this process. Owner: whoever opened it. Mutated only by: close."""
 
     def __init__(self, settings: WorkerSettings, shutdown_timeout: float) -> None:
+        # Imported late, here and for Ray: an engine whose workers are elsewhere needs no torch.
+        from worker.local_executor import LocalExecutor
+
         self._executor = LocalExecutor.open(settings)
         self._shutdown_timeout = shutdown_timeout
 

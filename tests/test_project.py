@@ -100,16 +100,24 @@ def names_in(file: str) -> set[tuple[str, ...]]:
 
 
 def test_the_scheduler_and_the_wire_load_no_torch() -> None:
-    code = (
-        "import sys, scheduler.engine, protocol.codec, protocol.scripted_executor;"
-        "print({'torch', 'ray', 'grpc'} & set(sys.modules))"
-    )
+    modules = "scheduler.engine, protocol.codec, protocol.scripted_executor"
+    assert loaded_by(modules) & {"torch", "ray", "grpc"} == set()
+
+
+def test_an_engine_whose_workers_are_elsewhere_loads_no_torch() -> None:
+    loaded = loaded_by("cluster.engine_replica, cluster.ray_workers, cluster.worker_actor")
+    assert "torch" not in loaded
+    assert "ray" in loaded
+
+
+def loaded_by(modules: str) -> set[str]:
+    """What a fresh interpreter has loaded once it has imported `modules`."""
     found = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert found.stdout.strip() == "set()"
+    return set(found.stdout.split())
