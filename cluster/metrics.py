@@ -47,8 +47,8 @@ def histogram(metric: table.Metric, model: str) -> Histogram:
     return made
 
 
-class LoopRate:
-    """How fast an engine runs loops. Owner: EngineMetrics. Mutated only by: note.
+class DeliveryRate:
+    """What an engine delivers, in loops. Owner: EngineMetrics. Mutated only by: note.
 
     `loops_per_second` and `mean_exit_depth` are None until tokens were delivered between two
     reports; then half of what is remembered comes from the latest such report.
@@ -83,7 +83,7 @@ class EngineMetrics:
         self._gauges = {m: _gauge(m, model) for m in table.ENGINE_METRICS if m.kind is GAUGE}
         self._counters = {m: counter(m, model) for m in table.ENGINE_METRICS if m.kind is COUNTER}
         self._told: dict[tuple[table.Metric, str], int] = {}
-        self._rate = LoopRate()
+        self._rate = DeliveryRate()
         self._lanes_wanted = lanes_wanted
 
     def update(self, stats: EngineStats, now: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cluster import request_metrics
-from cluster.metrics import LoopRate, start_reports
+from cluster.metrics import DeliveryRate, start_reports
 from cluster.request_metrics import CountResponses, RequestMetrics, rejection
 from protocol.config import SchedulerSettings
 from protocol.errors import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def test_the_worked_example_of_a_rate() -> None:
-    rate = LoopRate()
+    rate = DeliveryRate()
     rate.note(10, 30, 0.0)
     assert (rate.loops_per_second, rate.mean_exit_depth) == (None, None)
     rate.note(30, 70, 2.0)
@@ -41,7 +41,7 @@ def test_the_worked_example_of_a_rate() -> None:
 
 
 def test_an_idle_time_changes_no_rate_and_is_no_part_of_the_next() -> None:
-    rate = LoopRate()
+    rate = DeliveryRate()
     for tokens, loops, now in ((0, 0, 0.0), (10, 40, 1.0), (10, 40, 9.0), (20, 60, 10.0)):
         rate.note(tokens, loops, now)
     assert (rate.loops_per_second, rate.mean_exit_depth) == (30.0, 3.0)
