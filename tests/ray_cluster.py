@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import tempfile
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 20.0
 NUM_CPUS = 8
+ATTEMPTS = 3
+"""To start Ray."""
 
 
 def one_node(folder: Path) -> None:
@@ -43,7 +47,7 @@ def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
     `start` starts and joins it, given a folder for its files.
     Home, authentication and the session folder are set on purpose: Ray would write to the user's.
     """
-    others = set(psutil.Process().children(recursive=True))
+    others = _children()
     session = Path(tempfile.mkdtemp(prefix="loopmesh-"))  # sockets need a short path
     values = {
         "HOME": str(session),
@@ -57,19 +61,15 @@ def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
+    attempt = 1
     try:
         try:
-            start(session / "ray")
+            while not _starts(start, session / f"ray{attempt}", last=attempt == ATTEMPTS):
+                _end(others)
+                attempt += 1
             yield
         finally:
-            children = psutil.Process().children(recursive=True)
-            processes = [process for process in children if process not in others]
-            ray.shutdown()
-            _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
-            # What is dead and waits for its parent to ask for it holds nothing.
-            alive = [process for process in alive if _is_running(process)]
-            for process in alive:
-                process.kill()
+            alive = _end(others)
         assert not alive, f"processes left behind: {alive}"
     finally:
         for name, value in before.items():
@@ -78,6 +78,38 @@ def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
             else:
                 os.environ[name] = value
         shutil.rmtree(session, ignore_errors=True)
+
+
+def _starts(start: Callable[[Path], None], folder: Path, *, last: bool) -> bool:
+    """Whether Ray came up; on a busy machine it gives up after 30 seconds, whatever it is told."""
+    try:
+        start(folder)
+    except Exception as error:
+        if last or "timed out during startup" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _end(others: set[psutil.Process]) -> list[psutil.Process]:
+    """Leave the cluster and end what is left of it, which is returned."""
+    processes = _children() - others
+    ray.shutdown()
+    _, left = psutil.wait_procs(processes, timeout=PATIENCE)
+    # What is dead and waits for its parent to ask for it holds nothing.
+    alive = [process for process in left if _is_running(process)]
+    for process in alive:
+        process.kill()
+    if alive:
+        psutil.wait_procs(alive, timeout=PATIENCE)
+        with warnings.catch_warnings():  # their handles warn, in the midst of some other test
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+    return alive
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def _is_running(process: psutil.Process) -> bool:
