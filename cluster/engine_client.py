@@ -154,7 +154,9 @@ class EngineClient:
     async def _follow(self) -> None:
         while True:
             try:
-                engines = await asyncio.wait_for(self._directory.engines(), CALL_TIMEOUT)
+                # Not asyncio.wait_for, as in cluster/engine_link.py.
+                async with asyncio.timeout(CALL_TIMEOUT):
+                    engines = await self._directory.engines()
             except Exception as error:  # the directory is asked across processes
                 logger.warning("cannot look for engines: %s: %s", type(error).__name__, error)
             else:

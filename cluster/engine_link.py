@@ -230,7 +230,9 @@ class EngineLink:
 async def answered(call: Awaitable[T], patience: float = CALL_TIMEOUT) -> T:
     """The engine's answer. Raises WorkerLostError when it gives none, whatever the cause."""
     try:
-        return await asyncio.wait_for(call, patience)
+        # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that meets an answer.
+        async with asyncio.timeout(patience):
+            return await call
     except TimeoutError as error:
         raise WorkerLostError(f"the engine gave no answer within {patience:g} s") from error
     except Exception as error:  # the call crosses processes, and the other one may end in any way
