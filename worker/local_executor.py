@@ -179,7 +179,7 @@ class LocalExecutor:
         return self._worker.runner.execute(plan, lease, self._has_news)
 
     def _has_news(self) -> bool:
-        """Whether a plan that changes something waits, or nobody will want what is running."""
+        """Whether ticks make way: for a plan that interrupts, or since nobody will want them."""
         return self._news > 0 or self._closed
 
     def _main(self) -> None:
