@@ -82,13 +82,14 @@ def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
 
 def _starts(start: Callable[[Path], None], folder: Path, *, last: bool) -> bool:
     """Whether Ray came up; on a busy machine it gives up after 30 seconds, whatever it is told."""
-    try:
-        start(folder)
-    except Exception as error:
-        if last or "timed out during startup" not in str(error):
-            raise
-        return False
-    return True
+    with _handles_dropped():
+        try:
+            start(folder)
+        except Exception as error:
+            if last or "timed out during startup" not in str(error):
+                raise
+            return False
+        return True
 
 
 def _end(others: set[psutil.Process]) -> list[psutil.Process]:
@@ -100,12 +101,18 @@ def _end(others: set[psutil.Process]) -> list[psutil.Process]:
     alive = [process for process in left if _is_running(process)]
     for process in alive:
         process.kill()
-    if alive:
+    with _handles_dropped():
         psutil.wait_procs(alive, timeout=PATIENCE)
-        with warnings.catch_warnings():  # their handles warn, in the midst of some other test
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
     return alive
+
+
+@contextmanager
+def _handles_dropped() -> Iterator[None]:
+    """Collect handles of ended processes now: later they would warn in the midst of some test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
 
 
 def _children() -> set[psutil.Process]:
