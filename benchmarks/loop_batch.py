@@ -125,7 +125,8 @@ class LoopBatch:
         rows = PagedRows(position, slots.plane_tables, own, slots.block_size, position + 1)
         attend = paged_attention(self.on.attention, self.storage, rows)
         frequencies = inverse_frequencies(self.config.rope_theta, model.head_dim, model.device)
-        rotary = loop_kernels(model.device).rotary(position, frequencies, model.dtype)
+        kernels = loop_kernels(model.device, model.dtype)
+        rotary = kernels.rotary(position, frequencies, model.dtype)
         together = model.heads + 2 * model.kv_heads
         qkv = self._hidden.repeat(1, -(-together * model.head_dim // model.hidden_size))
         qkv = qkv[:, : together * model.head_dim].view(self.rows, together, model.head_dim)
@@ -171,7 +172,7 @@ class Products:
             [torch.randn(shape, dtype=dtype, device=device) * shape[1] ** -0.5 for shape in shapes]
             for _ in range(config.num_hidden_layers)
         ]
-        self._kernels = loop_kernels(device)
+        self._kernels = loop_kernels(device, dtype)
         self._queries = queries
 
     def run(self, x: Tensor) -> None:

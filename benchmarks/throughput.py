@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.apart import Apart
 from benchmarks.command import command_line, finish
 from benchmarks.comparison import Comparison, Variant
 from benchmarks.decode import FULL, MIXED, floor_tick_ms
@@ -34,11 +37,14 @@ from protocol.config import CacheSettings, ModelSettings, SchedulerSettings, Wor
 from worker.local_executor import LocalExecutor
 from worker.models.config import read_config
 from worker.models.registry import EMBEDDED_DIRECTORY
+from worker.models.torch_loop import TorchLoopKernels
 from worker.worker import load_settings, resolve_device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
 
+    from benchmarks.apart import Batches
     from benchmarks.comparison import Baseline
     from benchmarks.workload import Ask
     from worker.models.config import OuroConfig
@@ -108,7 +114,7 @@ def cases_of(device: torch.device, *, quick: bool) -> list[Case]:
         return cases
     for size in (1, 4) if quick else (1, 8, 32):
         lengths = ((8, 16), (4, 8)) if quick else ((16, 128), (16, 128))
-        asks = held_out_asks(max(2 * size, 2 if quick else 8), *lengths)
+        asks = held_out_asks(2 * size if quick else max(4 * size, 8), *lengths)
         limits = (1.0, 0.9, 0.7)
         ways = tuple(Variant(f"threshold {limit}", asks, limit) for limit in limits)
         cases.append(Case(size, ways))
@@ -131,28 +137,50 @@ def worker_settings(
 
 
 class Baselines:
-    """What the engine is compared with. Owner: main. Mutated only by: nothing."""
+    """What the engine is compared with. Owner: main. Mutated only by: __exit__, which ends them."""
 
     def __init__(self, settings: ModelSettings, device: torch.device) -> None:
-        self._static = StaticBatches(load_settings(WorkerSettings(model=settings), device))
         self._device = device
-        self._llama = None
-        if device.type == "cpu" and is_available():
-            self._llama = LlamaBatches(read_config(EMBEDDED_DIRECTORY))
-        elif device.type == "cpu":
+        self._apart = ExitStack()
+        self._batches: dict[str, Batches] = {}
+        if device.type == "cuda":
+            self._batches[STATIC] = plain_batches(settings, device)
+            return
+        makers: dict[str, Callable[[], Batches]] = {
+            STATIC: partial(plain_batches, settings, device)
+        }
+        if is_available():
+            makers[LLAMA] = partial(LlamaBatches, read_config(EMBEDDED_DIRECTORY))
+        else:
             progress(MISSING)
+        for name, make in makers.items():
+            self._batches[name] = self._apart.enter_context(Apart(make))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._apart.close()
 
     def fitting(self, case: Case) -> dict[str, Baseline]:
         """Those whose batches fit beside the worker that is open."""
-        found: dict[str, Baseline] = {}
-        needed = self._static.cache_bytes(case.asks[: case.concurrency])
-        if self._device.type == "cuda" and 1.1 * needed > torch.cuda.mem_get_info(self._device)[0]:
-            progress(f"{STATIC} of {case.concurrency} are left out: no room for their KV as well")
-        else:
-            found[STATIC] = self._static.run
-        if self._llama is not None:
-            found[LLAMA] = self._llama.run
-        return found
+        static = self._batches[STATIC]
+        if isinstance(static, StaticBatches):
+            needed = static.cache_bytes(case.asks[: case.concurrency])
+            if 1.1 * needed > torch.cuda.mem_get_info(self._device)[0]:
+                progress(f"{STATIC} of {case.concurrency} are left out: no room for their KV")
+                return {}
+        return {name: batches.run for name, batches in self._batches.items()}
+
+
+def plain_batches(settings: ModelSettings, device: torch.device) -> StaticBatches:
+    """Static batches of a model in plain torch."""
+    return StaticBatches(load_settings(WorkerSettings(model=settings), device, TorchLoopKernels()))
 
 
 def measure(
@@ -208,11 +236,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if device.type == "cuda":
             write_checkpoint(OURO_1_4B, Path(directory), device)
             model = ModelSettings(model=directory, dtype="bfloat16")
-        baselines = Baselines(model, device)
-        for case in cases_of(device, quick=quick):
-            settings = worker_settings(case, model, device, arguments.threads)
-            with LocalExecutor.open(settings) as executor:
-                figures += measure(case, executor, baselines, rounds, quick=quick)
+        with Baselines(model, device) as baselines:
+            for case in cases_of(device, quick=quick):
+                settings = worker_settings(case, model, device, arguments.threads)
+                with LocalExecutor.open(settings) as executor:
+                    figures += measure(case, executor, baselines, rounds, quick=quick)
     finish("throughput", figures, grid(figures), arguments, panels(figures))
 
 

@@ -16,7 +16,7 @@ Delay = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 
 ExitPolicyName: TypeAlias = Literal["ouro", "ouro_delayed"]
-AttentionName: TypeAlias = Literal["auto", "torch", "triton"]
+AttentionName: TypeAlias = Literal["auto", "torch", "triton", "numba"]
 PlacementName: TypeAlias = Literal["loop_debt", "least_requests", "round_robin"]
 
 DEFAULT_MODEL = "ouro-tiny"

@@ -33,7 +33,7 @@ class SamplingKind:
 
 @dataclass(frozen=True, slots=True)
 class RowRecord:
-    """One row of the slot table, on the host: what an admission makes and a snapshot holds.
+    """One row of the slot table, of any device: what an admission makes and a snapshot holds.
 
     Every tensor field has the name, dtype and shape of a row of the slot table's column of that
     name; `prompt` [P] is cut to the prompt's length. A column of the slot table that is no field

@@ -17,7 +17,7 @@ from worker.device_memory import tensor_bytes
 from worker.resident_table import ResidentTable
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
 from worker.sampling.adjustments import Adjustments, LogitAdjuster, adjustment_columns
-from worker.upload import fill
+from worker.upload import fill, same
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -209,6 +209,7 @@ class SlotTable:
 
     def _new_record(self, admission: Admission) -> RowRecord:
         """The row of a request that has not run yet."""
+        device, int64 = self.token.device, torch.int64
         return RowRecord(
             progress=RowProgress.begin(admission, self._max_loops),
             sampling=SamplingKind(
@@ -219,16 +220,16 @@ class SlotTable:
                 logprobs=admission.logprobs,
             ),
             prompt=torch.tensor(admission.prompt),
-            hidden=torch.zeros(self.hidden.shape[1], dtype=self.hidden.dtype),
-            token=torch.tensor(0),
-            survival=torch.tensor(1.0),
-            position=torch.tensor(0),
-            loops=torch.tensor(0),
-            temperature=torch.tensor(admission.temperature, dtype=torch.float32),
-            top_p=torch.tensor(admission.top_p, dtype=torch.float32),
-            top_k=torch.tensor(admission.top_k),
+            hidden=same(0.0, self.hidden.dtype, device, (self.hidden.shape[1],)),
+            token=same(0, int64, device),
+            survival=same(1.0, torch.float32, device),
+            position=same(0, int64, device),
+            loops=same(0, int64, device),
+            temperature=same(admission.temperature, torch.float32, device),
+            top_p=same(admission.top_p, torch.float32, device),
+            top_k=same(admission.top_k, int64, device),
             rng_words=rng_words(admission.rng),
-            **adjustment_columns(admission, self.bias.shape[1]),
+            **adjustment_columns(admission, self.bias.shape[1], device),
         )
 
     def _row(self, name: str, index: int, prompt_length: int) -> Tensor:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def same(
+    value: float, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] = ()
+) -> Tensor:
+    """A tensor of a device that is one number everywhere, and takes the memory of one.
+
+    The number travels with the launch that writes it: there is nothing to copy.
+    """
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def fill(target: Tensor, values: Tensor) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from worker.kv_storage import KVStorage
     from worker.memory import MemoryPlan
     from worker.models.base import LoopedModel
+    from worker.models.loop_kernels import LoopKernels
     from worker.readback import ReadbackLease
 
 logger = logging.getLogger(__name__)
@@ -200,10 +201,13 @@ def _still_open(part: _Part | None) -> _Part:
     return part
 
 
-def load_settings(settings: WorkerSettings, device: torch.device) -> LoopedModel:
-    """The model that the settings name, on a device."""
+def load_settings(
+    settings: WorkerSettings, device: torch.device, kernels: LoopKernels | None = None
+) -> LoopedModel:
+    """The model that the settings name, on a device; `kernels` None takes the fastest."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.model.dtype]
-    return load_model(resolve_model(settings.model), dtype, device, settings.model.model)
+    directory = resolve_model(settings.model)
+    return load_model(directory, dtype, device, settings.model.model, kernels)
 
 
 def open_readback(settings: WorkerSettings, device: torch.device) -> ReadbackPool:

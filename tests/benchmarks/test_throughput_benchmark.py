@@ -50,7 +50,8 @@ def test_the_report_holds_every_figure(
         assert ratio == pytest.approx(values[f"{full}: output"] / static)
         early = f"{size} at once, threshold 0.7"
         assert 1.0 <= values[f"{early}: mean depth"] < 4.0
-        assert 0.0 < values[f"{early}: moving KV"] < values[f"{early}: outside the model"] < 100.0
+        assert 0.0 < values[f"{early}: outside the model"] < 100.0
+        assert values[f"{early}: moving KV"] == 0.0  # attention reads it where it lies
         assert values[f"{early}: a tick"] > 0.0
     assert all(result["goal"] is None for result in results)
     shown = capsys.readouterr()

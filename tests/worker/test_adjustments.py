@@ -48,7 +48,7 @@ def reference(logits: list[float], item: Admission, outputs: list[int]) -> list[
 
 def admit(adjuster: LogitAdjuster, slot: int, item: Admission) -> None:
     """Fill a slot's rows, as the slot table does."""
-    for name, row in adjustment_columns(item, VOCAB).items():
+    for name, row in adjustment_columns(item, VOCAB, CPU).items():
         getattr(adjuster, name)[slot].copy_(row)
 
 
@@ -149,10 +149,23 @@ def test_a_reused_slot_keeps_nothing_of_its_last_request() -> None:
 @pytest.mark.parametrize("fields", [{"logit_bias": ((VOCAB, 1.0),)}, {"banned_ids": (VOCAB,)}])
 def test_a_token_beyond_the_vocabulary_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match=r"token 12 is not in \[0, 12\)"):
-        adjustment_columns(admission(**fields), VOCAB)
+        adjustment_columns(admission(**fields), VOCAB, CPU)
 
 
 def test_the_table_is_as_large_as_it_says() -> None:
     adjuster = LogitAdjuster(5, VOCAB, CPU)
     columns = (adjuster.bias, adjuster.counts, adjuster.marks, adjuster.penalties)
     assert sum(column.nbytes for column in columns) == LogitAdjuster.bytes_needed(5, VOCAB)
+
+
+def test_what_is_neutral_takes_no_memory_and_nothing_to_send() -> None:
+    plain = adjustment_columns(admission(tuple(range(VOCAB))), VOCAB, torch.device("meta"))
+    for name in ("bias", "counts", "marks"):
+        assert plain[name].shape == (VOCAB,)
+        assert plain[name].untyped_storage().nbytes() <= 4
+        assert plain[name].is_meta
+    asked = adjustment_columns(
+        admission((1,), logit_bias=((2, 1.0),), presence_penalty=0.5), VOCAB, torch.device("meta")
+    )
+    assert asked["bias"].tolist() == [0.0, 0.0, 1.0, *[0.0] * (VOCAB - 3)]
+    assert asked["marks"].tolist() == [0, 1, *[0] * (VOCAB - 2)]

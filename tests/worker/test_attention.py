@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from worker.attention.backend import PackedChunks, PagedRows, paged_attention
+from worker.attention.numba_backend import NumbaAttention
 from worker.attention.torch_backend import GROUP_ROWS, TorchAttention
 from worker.kv_storage import KEYS, VALUES, KVStorage
 from worker.models.layers import Rotary, inverse_frequencies, rotary_tables
 
+if TYPE_CHECKING:
+    from worker.attention.backend import AttentionBackend
+
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 2, 2, 8, 4, 120
 LAYER = 1
 HEADS = [KV_HEADS, 3 * KV_HEADS]
+
+
+@pytest.fixture(params=["torch", "numba"])
+def attention(request: pytest.FixtureRequest) -> AttentionBackend:
+    return TorchAttention() if request.param == "torch" else NumbaAttention()
 
 
 def generator() -> torch.Generator:
@@ -76,23 +86,27 @@ def packed(tables: torch.Tensor, chunks: list[tuple[int, int]]) -> PackedChunks:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_decode_equals_dense_attention_at_mixed_lengths(heads: int) -> None:
+def test_decode_equals_dense_attention_at_mixed_lengths(
+    heads: int, attention: AttentionBackend
+) -> None:
     storage, lengths = filled_storage(), [1, 4, 5, 12, 7]
     tables = shuffled_tables(5, 3)
     query = torch.randn(5, heads, HEAD_DIM, generator=generator())
-    output = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, lengths))
+    output = attention.decode(query, storage, LAYER, decode_rows(tables, lengths))
     for row, length in enumerate(lengths):
         expected = dense(query[row], storage, tables[row], length)
         torch.testing.assert_close(output[row], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_prefill_equals_dense_causal_attention_after_any_history(heads: int) -> None:
+def test_prefill_equals_dense_causal_attention_after_any_history(
+    heads: int, attention: AttentionBackend
+) -> None:
     storage, chunks = filled_storage(), [(0, 6), (5, 1), (3, 9), (0, 1)]
     tables = shuffled_tables(4, 3)
     metadata = packed(tables, chunks)
     query = torch.randn(17, heads, HEAD_DIM, generator=generator())
-    output = TorchAttention().prefill(query, storage, LAYER, metadata)
+    output = attention.prefill(query, storage, LAYER, metadata)
     row = 0
     for chunk, (start, count) in enumerate(chunks):
         for position in range(start, start + count):
@@ -101,19 +115,19 @@ def test_prefill_equals_dense_causal_attention_after_any_history(heads: int) -> 
             row += 1
 
 
-def test_padding_rows_yield_zeros_and_leave_the_others_alone() -> None:
+def test_padding_rows_yield_zeros_and_leave_the_others_alone(attention: AttentionBackend) -> None:
     storage = filled_storage()
     tables = shuffled_tables(3, 3)
     tables[1] = storage.scratch_block
     query = torch.randn(3, 4, HEAD_DIM, generator=generator())
-    output = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, [9, 0, 2]))
+    output = attention.decode(query, storage, LAYER, decode_rows(tables, [9, 0, 2]))
     assert not output[1].any()
     torch.testing.assert_close(output[0], dense(query[0], storage, tables[0], 9))
     torch.testing.assert_close(output[2], dense(query[2], storage, tables[2], 2))
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
-def test_nothing_beyond_a_length_is_seen(garbage: float) -> None:
+def test_nothing_beyond_a_length_is_seen(garbage: float, attention: AttentionBackend) -> None:
     lengths, tables = [5, 9, 0], shuffled_tables(3, 3)
     query = torch.randn(3, 4, HEAD_DIM, generator=generator())
     clean, spoiled = filled_storage(), filled_storage()
@@ -122,7 +136,7 @@ def test_nothing_beyond_a_length_is_seen(garbage: float) -> None:
             block = tables[row, position // BLOCK_SIZE]
             spoiled.pages[block, :, :, :, position % BLOCK_SIZE] = garbage
     spoiled.pages[spoiled.scratch_block] = garbage
-    rows, attention = decode_rows(tables, lengths), TorchAttention()
+    rows = decode_rows(tables, lengths)
     expected = attention.decode(query, clean, LAYER, rows)
     assert torch.equal(attention.decode(query, spoiled, LAYER, rows), expected)
     # Entries past the last page of a row may name any block, even another row's or the scratch.
@@ -132,7 +146,7 @@ def test_nothing_beyond_a_length_is_seen(garbage: float) -> None:
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
-def test_prefill_sees_nothing_beyond_its_chunk(garbage: float) -> None:
+def test_prefill_sees_nothing_beyond_its_chunk(garbage: float, attention: AttentionBackend) -> None:
     tables = shuffled_tables(2, 3)
     metadata = packed(tables, [(0, 5), (2, 4)])
     query = torch.randn(9, 4, HEAD_DIM, generator=generator())
@@ -141,40 +155,40 @@ def test_prefill_sees_nothing_beyond_its_chunk(garbage: float) -> None:
         for position in range(end, 3 * BLOCK_SIZE):
             block = tables[chunk, position // BLOCK_SIZE]
             spoiled.pages[block, :, :, :, position % BLOCK_SIZE] = garbage
-    expected = TorchAttention().prefill(query, clean, LAYER, metadata)
-    assert torch.equal(TorchAttention().prefill(query, spoiled, LAYER, metadata), expected)
+    expected = attention.prefill(query, clean, LAYER, metadata)
+    assert torch.equal(attention.prefill(query, spoiled, LAYER, metadata), expected)
 
 
-def test_a_row_alone_equals_itself_in_a_batch() -> None:
+def test_a_row_alone_equals_itself_in_a_batch(attention: AttentionBackend) -> None:
     storage, lengths = filled_storage(), [1, 12, 6]
     tables = shuffled_tables(3, 3)
     query = torch.randn(3, 4, HEAD_DIM, generator=generator())
-    together = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, lengths))
+    together = attention.decode(query, storage, LAYER, decode_rows(tables, lengths))
     for i, length in enumerate(lengths):
         width = -(-length // BLOCK_SIZE)
         rows = decode_rows(tables[i : i + 1, :width], [length])
-        alone = TorchAttention().decode(query[i : i + 1], storage, LAYER, rows)
+        alone = attention.decode(query[i : i + 1], storage, LAYER, rows)
         torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=0)
 
 
-def test_many_rows_are_attended_in_groups_of_like_lengths() -> None:
+def test_many_rows_are_attended_in_groups_of_like_lengths(attention: AttentionBackend) -> None:
     count = 2 * GROUP_ROWS + 3
     lengths = [(7 * row) % 13 for row in range(count)]
     storage, tables = filled_storage(), shuffled_tables(count, 3)
     query = torch.randn(count, 4, HEAD_DIM, generator=generator())
-    output = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, lengths))
+    output = attention.decode(query, storage, LAYER, decode_rows(tables, lengths))
     for row, length in enumerate(lengths):
         one = decode_rows(tables[row : row + 1], [length])
-        alone = TorchAttention().decode(query[row : row + 1], storage, LAYER, one)
+        alone = attention.decode(query[row : row + 1], storage, LAYER, one)
         torch.testing.assert_close(output[row], alone[0], atol=1e-5, rtol=0)
         assert output[row].any() == (length > 0)
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow(attention: AttentionBackend) -> None:
     storage = filled_storage()
     tables = shuffled_tables(1, 1)
     query = torch.full((1, 2, HEAD_DIM), 1e4)
-    output = TorchAttention().decode(query, storage, LAYER, decode_rows(tables, [4]))
+    output = attention.decode(query, storage, LAYER, decode_rows(tables, [4]))
     torch.testing.assert_close(output[0], dense(query[0], storage, tables[0], 4))
 
 
@@ -190,27 +204,29 @@ def test_bfloat16_keeps_its_dtype_and_computes_in_float32() -> None:
         torch.testing.assert_close(output[row].float(), exact, atol=1e-5, rtol=2**-8)
 
 
-def test_empty_batches_are_legal() -> None:
+def test_empty_batches_are_legal(attention: AttentionBackend) -> None:
     storage, query = filled_storage(), torch.empty(0, 4, HEAD_DIM)
     none = torch.empty(0, dtype=torch.int64)
     tables = torch.empty(0, 3, dtype=torch.int64)
     rows = PagedRows(none, tables, none, BLOCK_SIZE, none)
     chunks = PackedChunks(none, tables, none, BLOCK_SIZE, none, none, torch.tensor([0]), (0,))
-    assert TorchAttention().decode(query, storage, LAYER, rows).shape == query.shape
-    assert TorchAttention().prefill(query, storage, LAYER, chunks).shape == query.shape
+    assert attention.decode(query, storage, LAYER, rows).shape == query.shape
+    assert attention.prefill(query, storage, LAYER, chunks).shape == query.shape
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_the_rows_own_kv_is_written_before_it_is_read(kind: str) -> None:
+def test_the_rows_own_kv_is_written_before_it_is_read(
+    kind: str, attention: AttentionBackend
+) -> None:
     storage, tables = filled_storage(), shuffled_tables(2, 2)
     metadata = decode_rows(tables, [3, 6]) if kind == "decode" else packed(tables, [(2, 1), (5, 1)])
     qkv = torch.randn(2, 3 * KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     frequencies = inverse_frequencies(10000.0, HEAD_DIM, torch.device("cpu"))
     rotary = Rotary(*rotary_tables(metadata.positions, frequencies, torch.float32))
     other_layer = storage.layer(0).clone()
-    output = paged_attention(TorchAttention(), storage, metadata)(LAYER, qkv, rotary)
+    output = paged_attention(attention, storage, metadata)(LAYER, qkv, rotary)
     query, key, value = rotary(qkv[:, :2]), rotary(qkv[:, 2:4]), qkv[:, 4:]
-    assert torch.equal(history(storage, tables[0], 3, KEYS)[2], key[0].double())
+    torch.testing.assert_close(history(storage, tables[0], 3, KEYS)[2].float(), key[0])
     assert torch.equal(history(storage, tables[1], 6, VALUES)[5], value[1].double())
     torch.testing.assert_close(output[0], dense(query[0], storage, tables[0], 3))
     torch.testing.assert_close(output[1], dense(query[1], storage, tables[1], 6))

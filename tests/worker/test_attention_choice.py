@@ -16,7 +16,9 @@ from tests.checkpoints import config_values, random_tensors
 from worker.attention.choice import choose_attention
 from worker.graphs import ROW_BUCKETS, TOKEN_BUCKETS, buckets_up_to, most_rows
 from worker.models.config import OuroConfig
+from worker.models.loop_kernels import loop_kernels
 from worker.models.ouro import OuroModel
+from worker.models.torch_loop import TorchLoopKernels
 from worker.worker import Worker
 
 CPU = torch.device("cpu")
@@ -29,15 +31,35 @@ def model() -> OuroModel:
     return OuroModel(OuroConfig.model_validate(values), random_tensors(values), "small", "0")
 
 
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_a_cpu_takes_torch_and_says_so(
-    name: str, model: OuroModel, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "taken"), [("auto", "numba"), ("numba", "numba"), ("torch", "torch")]
+)
+def test_what_a_cpu_takes_is_told(
+    name: str, taken: str, model: OuroModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = WorkerSettings.model_validate({"attention": name})
     with caplog.at_level("INFO"):
         backend = choose_attention(settings.attention, model, 8, CPU)
-    assert backend.name == "torch"
-    assert f"attention {name}: torch" in caplog.text
+    assert backend.name == taken
+    assert f"attention {name}: {taken}" in caplog.text
+
+
+def test_a_cpu_takes_torch_where_numba_cannot_serve(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, model: OuroModel
+) -> None:
+    values = config_values()
+    tensors = {name: value.bfloat16() for name, value in random_tensors(values).items()}
+    narrow = OuroModel(OuroConfig.model_validate(values), tensors, "narrow", "0")
+    with caplog.at_level("INFO"):
+        assert choose_attention("auto", narrow, 8, CPU).name == "torch"
+    assert "Numba's kernels take float32, the model is bfloat16" in caplog.text
+    with pytest.raises(ConfigError, match=r'attention "numba": .*bfloat16; use "auto" or "torch"'):
+        choose_attention("numba", narrow, 8, CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with caplog.at_level("INFO"):
+        assert choose_attention("auto", model, 8, CPU).name == "torch"
+    assert "the package numba is not installed" in caplog.text
+    assert type(loop_kernels(CPU, torch.float32)) is TorchLoopKernels
 
 
 def test_an_explicit_choice_that_cannot_be_had_is_refused(model: OuroModel) -> None:

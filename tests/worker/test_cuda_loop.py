@@ -16,9 +16,9 @@ from tests.model_driver import ModelDriver
 from worker.attention.choice import choose_attention
 from worker.graphs import Capture, LoopGraphs
 from worker.models.config import OuroConfig
-from worker.models.loop_kernels import TorchLoopKernels
 from worker.models.ouro import OuroModel
 from worker.models.registry import EMBEDDED_DIRECTORY, load_model
+from worker.models.torch_loop import TorchLoopKernels
 from worker.stages import run_prefill
 from worker.worker import with_graphs
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-from worker.models.loop_kernels import LoopKernels, TorchLoopKernels
+from worker.models.torch_loop import TorchLoopKernels
+
+if TYPE_CHECKING:
+    from worker.models.loop_kernels import LoopKernels
 
 pytestmark = pytest.mark.gpu
 

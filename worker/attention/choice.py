@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import ConfigError
 from worker.attention.torch_backend import TorchAttention
+from worker.cpu_kernels.availability import hindrance
 
 if TYPE_CHECKING:
     import torch
@@ -27,25 +28,33 @@ def choose_attention(
 ) -> AttentionBackend:
     """The backend that a setting asks for, for decode batches of up to `rows` rows.
 
-    "auto" takes Triton where it can run. Raises ConfigError for a choice that is impossible.
+    "auto" takes Triton on CUDA and Numba elsewhere, or torch where they cannot run. Raises
+    ConfigError for a choice that is impossible.
     """
-    hindrance = _hindrance(model, device)
-    if name == "triton" and hindrance:
-        raise ConfigError(f'attention "triton": {hindrance}; use "auto" or "torch"')
+    hindrances = {"triton": _triton(model, device), "numba": hindrance(model.dtype, device)}
+    if hindrances.get(name):
+        raise ConfigError(f'attention "{name}": {hindrances[name]}; use "auto" or "torch"')
+    wanted = name
+    if name == "auto":
+        wanted = "triton" if device.type == "cuda" else "numba"
+    why = hindrances.get(wanted)
     backend: AttentionBackend
-    if name == "torch" or hindrance:
-        backend = TorchAttention()
-    else:
-        # Imported late: Triton is there only where CUDA is.
+    # Imported late: Triton is there only where CUDA is, and Numba need not be there.
+    if wanted == "triton" and not why:
         from worker.attention.triton_backend import TritonAttention
 
         backend = TritonAttention(model.heads, model.kv_heads, model.head_dim, rows, device)
-    why = f" ({hindrance})" if name == "auto" and hindrance else ""
-    logger.info("attention %s: %s%s", name, backend.name, why)
+    elif wanted == "numba" and not why:
+        from worker.attention.numba_backend import NumbaAttention
+
+        backend = NumbaAttention()
+    else:
+        backend = TorchAttention()
+    logger.info("attention %s: %s%s", name, backend.name, f" ({why})" if why else "")
     return backend
 
 
-def _hindrance(model: LoopedModel, device: torch.device) -> str | None:
+def _triton(model: LoopedModel, device: torch.device) -> str | None:
     """Why Triton cannot serve a model on a device; None when it can."""
     if device.type != "cuda":
         return f"Triton runs on CUDA, the device is {device}"

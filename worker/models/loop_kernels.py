@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from torch.nn import functional
-
-from worker.models.layers import Rotary, rms_norm, rotary_tables, swiglu
+from worker.cpu_kernels.availability import hindrance
+from worker.models.torch_loop import TorchLoopKernels
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from worker.models.layers import Rotary
 
 
 class LoopKernels(Protocol):
@@ -26,6 +27,10 @@ class LoopKernels(Protocol):
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm of rows [N, H]."""
+        ...
+
+    def packed(self, weight: Tensor) -> Tensor:
+        """The weight [out, K] of a product, as `linear`, `gated`, `branch` and `head` take it."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,52 +63,15 @@ class LoopKernels(Protocol):
         ...
 
 
-class TorchLoopKernels:
-    """Plain torch, on any device. Stateless."""
+def loop_kernels(device: torch.device, dtype: torch.dtype) -> LoopKernels:
+    """The fastest kernels that there are for a device and a type."""
+    # Imported late: Triton is there only where CUDA is, and Numba need not be there.
+    if device.type == "cuda":
+        from worker.models.triton_loop import TritonLoopKernels
 
-    def rotary(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotations of rows at int64 positions [N]."""
-        return Rotary(*rotary_tables(positions, frequencies, dtype))
+        return TritonLoopKernels()
+    if hindrance(dtype, device) is None:
+        from worker.models.cpu_loop import CpuLoopKernels
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """rms_norm of rows [N, H]."""
-        return rms_norm(x, weight, eps)
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [N, K] times weight [out, K] -> [N, out]."""
-        return functional.linear(x, weight)
-
-    def gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of x times gate_up [2 * width, K], gate rows first -> [N, width]."""
-        return swiglu(functional.linear(x, gate_up))
-
-    def branch(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [N, K] times weight [H, K], whole."""
-        return functional.linear(x, weight)
-
-    def residual_norm(
-        self, hidden: Tensor, branch: Tensor, branch_weight: Tensor, next_weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """hidden + norm(branch), and the norm of that for whatever is next; both [N, H]."""
-        hidden = hidden + rms_norm(branch, branch_weight, eps)
-        return hidden, rms_norm(hidden, next_weight, eps)
-
-    def hazards(self, hidden: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
-        """sigmoid(gate [1, H] . hidden + bias [1]), float32 [N], computed in float32."""
-        score = functional.linear(hidden.float(), gate.float(), bias.float())
-        return score.squeeze(-1).sigmoid()
-
-    def head(self, hidden: Tensor, weight: Tensor, wanted: Tensor | None) -> Tensor:
-        """Logits float32 [N, V]; always computed."""
-        del wanted
-        return functional.linear(hidden, weight).float()
-
-
-def loop_kernels(device: torch.device) -> LoopKernels:
-    """The fastest kernels that there are for a device."""
-    if device.type != "cuda":
-        return TorchLoopKernels()
-    # Imported late: Triton is there only where CUDA is.
-    from worker.models.triton_loop import TritonLoopKernels
-
-    return TritonLoopKernels()
+        return CpuLoopKernels()
+    return TorchLoopKernels()

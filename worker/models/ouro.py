@@ -77,7 +77,7 @@ class LayerWeights:
     mlp_output_norm: Tensor
 
 
-def _take_layer(weights: dict[str, Tensor], layer: int) -> LayerWeights:
+def _take_layer(weights: dict[str, Tensor], layer: int, kernels: LoopKernels) -> LayerWeights:
     def take(name: str) -> Tensor:
         return weights.pop(f"model.layers.{layer}.{name}.weight")
 
@@ -85,12 +85,12 @@ def _take_layer(weights: dict[str, Tensor], layer: int) -> LayerWeights:
     gate_up = [take(f"mlp.{name}_proj") for name in ("gate", "up")]
     return LayerWeights(
         attention_norm=take("input_layernorm"),
-        qkv=torch.cat(projections),
-        output=take("self_attn.o_proj"),
+        qkv=kernels.packed(torch.cat(projections)),
+        output=kernels.packed(take("self_attn.o_proj")),
         attention_output_norm=take("input_layernorm_2"),
         mlp_norm=take("post_attention_layernorm"),
-        gate_up=torch.cat(gate_up),
-        down=take("mlp.down_proj"),
+        gate_up=kernels.packed(torch.cat(gate_up)),
+        down=kernels.packed(take("mlp.down_proj")),
         mlp_output_norm=take("post_attention_layernorm_2"),
     )
 
@@ -131,12 +131,15 @@ class OuroModel:
         self._gate = weights.pop("model.early_exit_gate.weight")
         self._gate_bias = weights.pop("model.early_exit_gate.bias")
         tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else weights.pop("lm_head.weight")
-        self._layers = [_take_layer(weights, layer) for layer in range(self.num_layers)]
         self.dtype = self._embedding.dtype
         self.device = self._embedding.device
+        self._kernels = loop_kernels(self.device, self.dtype) if kernels is None else kernels
+        head = self._embedding if tied else weights.pop("lm_head.weight")
+        self._head = self._kernels.packed(head)
+        self._layers = [
+            _take_layer(weights, layer, self._kernels) for layer in range(self.num_layers)
+        ]
         self._frequencies = inverse_frequencies(config.rope_theta, self.head_dim, self.device)
-        self._kernels = loop_kernels(self.device) if kernels is None else kernels
         self.num_bytes = tensor_bytes(self, *self._layers)
         # Two of qkv and of what attention makes of it; gate, up and their product; four of hidden.
         heads = 2 * (self.heads + 2 * self.kv_heads) + self.heads

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from protocol.config import ModelSettings
     from worker.models.base import LoopedModel
+    from worker.models.loop_kernels import LoopKernels
 
 EMBEDDED_DIRECTORY = Path(__file__).resolve().parent / DEFAULT_MODEL
 """The checkpoint that is shipped with the package."""
@@ -62,9 +63,16 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device, name: str) -> LoopedModel:
+def load_model(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+    kernels: LoopKernels | None = None,
+) -> LoopedModel:
     """The model in `directory`, in `dtype` on `device`, served as `name`.
 
+    `kernels` None takes the fastest for the device.
     Names, shapes and types of all tensors are checked before any weight is read. Raises
     ModelError when the directory holds no model that can be served.
     """
@@ -78,4 +86,5 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device, name: 
     config = read_config(directory)
     files = loader.verify_checkpoint(directory, tensor_shapes(config))
     fingerprint = loader.fingerprint(directory, files, dtype)
-    return OuroModel(config, loader.read_weights(files, dtype, device), name, fingerprint)
+    weights = loader.read_weights(files, dtype, device)
+    return OuroModel(config, weights, name, fingerprint, kernels)

@@ -53,6 +53,10 @@ class TritonLoopKernels:
         """rms_norm of rows [N, H]."""
         return pointwise.norm(x, weight, eps)
 
+    def packed(self, weight: Tensor) -> Tensor:
+        """The weight as it is."""
+        return weight
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [N, K] times weight [out, K] -> [N, out]."""
         if not _at_most(x, FEW_ROWS):

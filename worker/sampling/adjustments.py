@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from protocol.row_progress import check_vocabulary
+from worker.upload import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -174,30 +175,37 @@ class LogitAdjuster:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
-def adjustment_columns(admission: Admission, vocab_size: int) -> dict[str, Tensor]:
-    """The rows of a request that has not run yet, on the host, by their column's name.
+def adjustment_columns(
+    admission: Admission, vocab_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The rows of a request that has not run yet, by their column's name.
 
-    Raises ProtocolError for a token beyond the vocabulary.
+    What the request asked for lies on the host, what is neutral on the device, which then need not
+    be sent it. Raises ProtocolError for a token beyond the vocabulary.
     """
     check_vocabulary(admission, vocab_size)
-    bias = torch.zeros(vocab_size)
-    marks = torch.zeros(vocab_size, dtype=torch.uint8)
-    if admission.logit_bias:
-        tokens, biases = zip(*admission.logit_bias, strict=True)
-        bias[list(tokens)] = torch.tensor(biases, dtype=torch.float32)
-    marks[list(admission.prompt)] = _IN_PROMPT
-    marks[list(admission.banned_ids)] |= _BANNED
-    penalties = (
-        admission.repetition_penalty,
-        admission.presence_penalty,
-        admission.frequency_penalty,
-    )
-    return {
-        "bias": bias,
-        "counts": torch.zeros(vocab_size, dtype=torch.int32),
-        "marks": marks,
-        "penalties": torch.tensor(penalties),
+    asks, shape = Adjustments.of(admission), (vocab_size,)
+    columns = {
+        "bias": same(0.0, torch.float32, device, shape),
+        "counts": same(0, torch.int32, device, shape),
+        "marks": same(0, torch.uint8, device, shape),
+        "penalties": torch.tensor(
+            (
+                admission.repetition_penalty,
+                admission.presence_penalty,
+                admission.frequency_penalty,
+            )
+        ),
     }
+    if asks.biased:
+        tokens, biases = zip(*admission.logit_bias, strict=True)
+        columns["bias"] = bias = torch.zeros(vocab_size)
+        bias[list(tokens)] = torch.tensor(biases, dtype=torch.float32)
+    if asks.penalized or asks.min_tokens:
+        columns["marks"] = marks = torch.zeros(vocab_size, dtype=torch.uint8)
+        marks[list(admission.prompt)] = _IN_PROMPT
+        marks[list(admission.banned_ids)] |= _BANNED
+    return columns
 
 
 def penalize(

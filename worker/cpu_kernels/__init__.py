@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled by Numba: what attention and layers do between library products."""
