@@ -20,6 +20,9 @@ from worker.stages import Device, loop_seats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from protocol.config import AttentionName
+    from worker.models.loop_kernels import LoopKernels
+
 OURO_1_4B = OuroConfig(
     model_type="ouro",
     vocab_size=49152,
@@ -73,6 +76,7 @@ class LoopBatch:
         block_size: int,
         *,
         read_planes: bool = False,
+        attention: AttentionName = "auto",
     ) -> None:
         self.config, self.model, self.rows, self.context = config, model, rows, context
         device, loops = model.device, model.profile.max_loops
@@ -103,8 +107,8 @@ class LoopBatch:
             self.slots.tables[:rows] = order.view(rows, loops, width)
         self.slots.position[:rows] = context - 1
         self._hidden = torch.randn(rows, model.hidden_size, device=device).to(model.dtype)
-        attention = choose_attention("auto", model, most_rows(rows), device)
-        self.on = Device(model, self.slots, self.storage, attention, device)
+        backend = choose_attention(attention, model, most_rows(rows), device)
+        self.on = Device(model, self.slots, self.storage, backend, device)
         self._width = width
         self.rewind()
 
@@ -163,16 +167,27 @@ class Products:
     Mutated only by: nothing.
     """
 
-    def __init__(self, config: OuroConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: OuroConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: LoopKernels | None = None,
+    ) -> None:
+        """`kernels` None takes the fastest for the device."""
+        self._kernels = loop_kernels(device, dtype) if kernels is None else kernels
         hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
         queries = config.num_attention_heads * dim
         together = queries + 2 * config.num_key_value_heads * dim
         shapes = [(together, hidden), (hidden, queries), (2 * width, hidden), (hidden, width)]
+
+        def weight(shape: tuple[int, int]) -> Tensor:
+            values = torch.randn(shape, dtype=dtype, device=device) * shape[1] ** -0.5
+            return self._kernels.packed(values)
+
         self._weights = [
-            [torch.randn(shape, dtype=dtype, device=device) * shape[1] ** -0.5 for shape in shapes]
-            for _ in range(config.num_hidden_layers)
+            [weight(shape) for shape in shapes] for _ in range(config.num_hidden_layers)
         ]
-        self._kernels = loop_kernels(device, dtype)
         self._queries = queries
 
     def run(self, x: Tensor) -> None:
