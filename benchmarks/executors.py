@@ -10,15 +10,14 @@ python -m benchmarks.executors --json FILE
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.checkpoint import model_for
 from benchmarks.closed_loop import TIMEOUT, ClosedLoop
 from benchmarks.command import command_line, finish
 from benchmarks.decode import MIXED
@@ -26,7 +25,6 @@ from benchmarks.loop_batch import OURO_1_4B
 from benchmarks.plot import Panel
 from benchmarks.ray_cluster import own_ray
 from benchmarks.report import Figure, grid, progress
-from benchmarks.throughput import write_checkpoint
 from benchmarks.workload import held_out_asks, random_asks
 from cluster.ray_workers import RayWorkers
 from protocol.config import (
@@ -202,11 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, quick = resolve_device(arguments.device), arguments.quick
     on_cuda = device.type == "cuda"
     scale = scale_of(device, quick=quick)
-    with tempfile.TemporaryDirectory() as directory:
-        model = ModelSettings()
-        if on_cuda:
-            write_checkpoint(OURO_1_4B, Path(directory), device)
-            model = ModelSettings(model=directory, dtype="bfloat16")
+    with model_for(device) as model:
         configuration = configuration_of(scale, model, device)
         two = not on_cuda or torch.cuda.device_count() > 1
         ticks = (RAY_GOAL_TICKS,) if quick else TICKS

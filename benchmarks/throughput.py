@@ -12,23 +12,20 @@ python -m benchmarks.throughput --json FILE
 
 from __future__ import annotations
 
-import json
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.apart import Apart
+from benchmarks.checkpoint import model_for
 from benchmarks.command import command_line, finish
 from benchmarks.comparison import Comparison, Variant
 from benchmarks.decode import FULL, MIXED, floor_tick_ms
 from benchmarks.hugging_face import MISSING, LlamaBatches, is_available
-from benchmarks.loop_batch import OURO_1_4B, random_weights
+from benchmarks.loop_batch import OURO_1_4B
 from benchmarks.plot import Panel
 from benchmarks.report import Figure, grid, progress
 from benchmarks.static_batch import StaticBatches
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     from benchmarks.apart import Batches
     from benchmarks.comparison import Baseline
     from benchmarks.workload import Ask
-    from worker.models.config import OuroConfig
 
 GOALS = {32: 2500.0, 128: 3200.0}
 """Output tokens a second, at least, on CUDA at a mean depth of 2.5."""
@@ -87,15 +83,6 @@ class Case:
     def asks(self) -> Sequence[Ask]:
         """The requests; all ways have the same lengths."""
         return self.variants[0].asks
-
-
-def write_checkpoint(config: OuroConfig, directory: Path, device: torch.device) -> None:
-    """A checkpoint of these shapes with seeded random weights, bfloat16."""
-    fields = config.model_dump() | {"architectures": ["OuroForCausalLM"]}
-    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    weights = random_weights(config, torch.bfloat16, device)
-    on_host = {name: value.cpu().contiguous() for name, value in weights.items()}
-    save_file(on_host, directory / "model.safetensors")
 
 
 def cases_of(device: torch.device, *, quick: bool) -> list[Case]:
@@ -231,16 +218,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
-    with tempfile.TemporaryDirectory() as directory:
-        model = ModelSettings()
-        if device.type == "cuda":
-            write_checkpoint(OURO_1_4B, Path(directory), device)
-            model = ModelSettings(model=directory, dtype="bfloat16")
-        with Baselines(model, device) as baselines:
-            for case in cases_of(device, quick=quick):
-                settings = worker_settings(case, model, device, arguments.threads)
-                with LocalExecutor.open(settings) as executor:
-                    figures += measure(case, executor, baselines, rounds, quick=quick)
+    with model_for(device) as model, Baselines(model, device) as baselines:
+        for case in cases_of(device, quick=quick):
+            settings = worker_settings(case, model, device, arguments.threads)
+            with LocalExecutor.open(settings) as executor:
+                figures += measure(case, executor, baselines, rounds, quick=quick)
     finish("throughput", figures, grid(figures), arguments, panels(figures))
 
 

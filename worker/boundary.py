@@ -47,6 +47,13 @@ def leaves(on: Device, seats: Tensor) -> Tensor:
     every bound on loops is at least 1.
     """
     slots, resident = on.slots, on.slots.resident
+    if slots.compiled:
+        # Imported late: Numba need not be there.
+        from worker.cpu_kernels.slots import leave
+
+        columns = (slots.loops, resident.outputs, slots.survival, resident.bound)
+        bounds = (resident.min_loops, resident.max_loops)
+        return leave(seats, *columns, bounds, resident.forced)
     loops = slots.loops[seats]
     crosses = slots.survival[seats] <= resident.bound[seats]
     fires = (loops >= resident.min_loops[seats]) & crosses
@@ -67,9 +74,9 @@ def boundary(
     exit_depths = slots.loops[seats]
     finalize(on, seats)
     logits = on.model.logits(slots.hidden[seats])
-    broken = logits.isnan().any(dim=1) & (seats != slots.trash)
+    broken = logits.amax(dim=1).isnan() & (seats != slots.trash)
     logits, tokens = pick(on, logits, seats, kinds, needs)
-    ends = _commit(on, seats, tokens, broken)
+    ends = commit(on, seats, tokens, broken)
     return Outputs(tokens, exit_depths, broken, ends, logits)
 
 
@@ -109,9 +116,19 @@ def wake(on: Device, seats: Tensor) -> None:
     resident.state[seats] = state.masked_fill(goes_on, READY)
 
 
-def _commit(on: Device, seats: Tensor, tokens: Tensor, broken: Tensor) -> Tensor:
+def commit(on: Device, seats: Tensor, tokens: Tensor, broken: Tensor) -> Tensor:
     """The token in work of these slots is the one just sampled; which requests have ended."""
     slots, resident = on.slots, on.slots.resident
+    if slots.compiled:
+        # Imported late: Numba need not be there.
+        from worker.cpu_kernels.slots import commit_token
+
+        of_slot = (slots.hidden, slots.token, slots.survival, slots.position, slots.loops)
+        of_terms = (resident.outputs, resident.max_tokens, resident.granted, resident.ending)
+        columns = (*of_slot, resident.state, *of_terms)
+        states = (READY, PARKED, FINISHED)
+        embedded = on.model.embed(tokens)
+        return commit_token(seats, tokens, broken, embedded, columns, slots.trash, states)
     # Nothing moves in the trash slot, so that what stands there stays a legal address.
     one = (seats != slots.trash).long()
     outputs, position = resident.outputs[seats] + one, slots.position[seats] + one

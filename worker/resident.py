@@ -52,7 +52,7 @@ class TickRecord:
     exit_depths: Tensor
     failed: Tensor
     live: list[int]
-    exits: list[Tensor]
+    exits: list[int]
     finished: list[Tensor]
     logprobs: list[tuple[Tensor, Logprobs]]
 
@@ -103,20 +103,20 @@ class ResidentTicks:
             finished = self._sample(leaving, line=1 + tick)
             self._lines += 1
             self._record.live.append(len(live))
-            self._record.exits.append(torch.tensor(len(leaving)))
+            self._record.exits.append(len(leaving))
             self._record.finished.append(finished)
             if yields() or (self._batch.yields and int(finished) > 0):
                 break
         if prompts.rest():
             self._sample(seats[resident.state[seats] == PENDING], line=self._lines)
             self._record.live.append(0)
-            self._record.exits.append(torch.tensor(0))
+            self._record.exits.append(0)
             self._record.finished.append(torch.tensor(0))
 
     def pending(self) -> PendingTicks:
         """What came of them, copied to the host."""
         record, slots, seats = self._record, self._on.slots, self._seats
-        ticks = zip(record.live, map(int, record.exits), map(int, record.finished), strict=True)
+        ticks = zip(record.live, record.exits, map(int, record.finished), strict=True)
         headers = [(0, 0, 0), *ticks]
         lines = len(headers)
         values = TickValues(

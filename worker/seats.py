@@ -1,6 +1,6 @@
 """Both ends of a loop over seats: from the slots into a batch, and back into the slots.
 
-The formulas stand here in torch; on CUDA each end is one kernel.
+The formulas stand here in torch; on CUDA, and for float32 on a CPU, each end is one kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def gather_seats(slots: SlotTable, seats: Tensor, width: int) -> tuple[Tensor, P
 
     `width` blocks of a table hold the longest of these rows.
     """
-    if not seats.is_cuda:
+    # Imported late: Triton is there only where CUDA is, and Numba need not be there.
+    if seats.is_cuda:
+        from worker.kernels.seats import gather
+    elif slots.compiled:
+        from worker.cpu_kernels.slots import gather
+    else:
         rows = decode_rows(slots, seats, slots.position[seats], slots.loops[seats], width)
         return slots.hidden[seats], rows
-    # Imported late: Triton is there only where CUDA is.
-    from worker.kernels.seats import gather
-
-    hidden, positions, lengths, table_rows = gather(
-        seats, slots.hidden, slots.position, slots.loops, slots.planes, slots.trash
-    )
+    columns = (slots.hidden, slots.position, slots.loops)
+    hidden, positions, lengths, table_rows = gather(seats, *columns, slots.planes, slots.trash)
     tables = slots.plane_tables[:, :width]
     return hidden, PagedRows(positions, tables, table_rows, slots.block_size, lengths)
 
@@ -39,12 +40,15 @@ def commit_seats(slots: SlotTable, seats: Tensor, hidden: Tensor, hazards: Tenso
 
     s <- f32(s * f32(1 - hazard)), as protocol/exit_rule.py states it; padding seats have 1.
     """
+    columns = (slots.hidden, slots.survival, slots.loops)
     if seats.is_cuda:
         from worker.kernels.seats import commit
 
-        return commit(
-            seats, hidden, hazards, slots.hidden, slots.survival, slots.loops, slots.trash
-        )
+        return commit(seats, hidden, hazards, *columns, slots.trash)
+    if slots.compiled:
+        from worker.cpu_kernels.slots import commit_loop
+
+        return commit_loop(seats, hidden, hazards, *columns, slots.trash)
     padding = seats == slots.trash
     survivals = (slots.survival[seats] * (1.0 - hazards)).masked_fill(padding, 1.0)
     slots.hidden[seats] = hidden

@@ -13,6 +13,7 @@ import torch
 
 from protocol.errors import ProtocolError
 from protocol.row_progress import RowProgress, check_table
+from worker.cpu_kernels.availability import hindrance
 from worker.device_memory import tensor_bytes
 from worker.resident_table import ResidentTable
 from worker.row_record import COLUMNS, RowRecord, SamplingKind
@@ -48,6 +49,8 @@ class SlotTable:
     high, stream); bias, counts, marks and penalties those of the `adjuster`. `resident` has what
     follows from all that for requests which the device decides about.
 
+    Where `compiled` is set, Numba's kernels move its rows; else torch, which is the definition.
+
     Every column has one row more than there are slots: `trash`, which belongs to nobody, has only
     the scratch block in its tables, and is where the padding rows of a batch read and write.
     """
@@ -69,6 +72,7 @@ class SlotTable:
         width = -(-max_positions // block_size)
         rows = num_slots + 1
         self.trash = num_slots
+        self.compiled = hindrance(dtype, device) is None
         self.block_size = block_size
         self.planes = planes
         self._max_loops = max_loops

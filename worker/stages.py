@@ -271,6 +271,13 @@ def finalize(on: Device, seats: Tensor) -> None:
         pages = on.storage.pages
         finalize_on_cuda(seats, table.position, table.loops, table.tables, pages, table.trash)
         return
+    if table.compiled:
+        # Imported late: Numba need not be there.
+        from worker.cpu_kernels.slots import finalize as finalize_compiled
+
+        pages = on.storage.pages
+        finalize_compiled(seats, table.position, table.loops, table.tables, pages, table.trash)
+        return
     depths = torch.arange(planes, device=on.device)
     is_deeper = (depths >= table.loops[seats][:, None]) & (seats != table.trash)[:, None]
     row, target = is_deeper.nonzero(as_tuple=True)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from benchmarks import hugging_face, throughput
+from benchmarks.checkpoint import write_checkpoint
 from benchmarks.closed_loop import ClosedLoop, rate_between
 from benchmarks.comparison import Comparison, Variant
 from benchmarks.decode import FLOORS, MIXED, floor_tick_ms
 from benchmarks.loop_batch import OURO_1_4B
 from benchmarks.model_clock import ModelClock
 from benchmarks.static_batch import StaticBatches
-from benchmarks.throughput import cases_of, main, write_checkpoint
+from benchmarks.throughput import cases_of, main
 from benchmarks.workload import Ask, held_out_asks, random_asks
 from cluster.llm import LLM
 from protocol.config import ModelSettings, WorkerSettings

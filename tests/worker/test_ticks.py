@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from protocol.config import ModelSettings
 from protocol.resident import ResidentBatch, ResidentTerms
 from tests.ticks import SLOTS, WIDTH, WISHES, Row, World, requests
+from worker.boundary import commit, leaves
 from worker.models.registry import load_model, resolve_model
 from worker.padded_boundary import FULL, SAMPLED, padded_boundary, variant_of
 from worker.resident import ResidentTicks
-from worker.stages import loop_seats
+from worker.stages import finalize, loop_seats
 from worker.tick_lines import TickLines
 
 if TYPE_CHECKING:
@@ -80,6 +81,49 @@ def test_padding_changes_nothing(
     assert not padded.slots.counts[trash].any()
     assert int(padded.slots.position[trash]) == int(padded.slots.resident.outputs[trash]) == 0
     assert bool(padded.slots.hidden[trash].isfinite().all())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(requests(({}, *WISHES)), st.integers(0, 5), st.integers(1, 6))
+def test_compiled_code_leaves_every_bit_as_torch_does(
+    model: LoopedModel, rows: Sequence[Row], started: int, ticks: int
+) -> None:
+    found = []
+    compiled, plain = (World(model, rows, started) for _ in range(2))
+    assert compiled.slots.compiled
+    plain.slots.compiled = False
+    for world in (compiled, plain):
+        run = ResidentTicks(world.on, ResidentBatch(world.keys, ticks), world.live)
+        with torch.inference_mode():
+            run.run(lambda: False)
+            found.append(run.read([]))
+    assert found[0] == found[1]
+    for name, value in plain.tensors().items():
+        assert torch.equal(compiled.tensors()[name], value), name
+
+
+def test_compiled_code_leaves_padding_and_broken_rows_as_torch_does(model: LoopedModel) -> None:
+    rows = [Row(ResidentTerms(1, 4, 0.5, 9), 0.0, blocks) for blocks in (2, 1, 1)]
+    worlds = [World(model, rows, 0) for _ in range(2)]
+    worlds[1].slots.compiled = False
+    left = []
+    for world in worlds:
+        seats = torch.tensor([SLOTS, *world.rows, SLOTS])
+        world.slots.hidden[world.rows[1]] = float("nan")
+        with torch.inference_mode():
+            tokens, broken = torch.tensor([0, 7, 8, 9, 0]), torch.tensor([0, 0, 1, 0, 0]).bool()
+            finalize(world.on, seats)
+            ends = commit(world.on, seats, tokens, broken)
+            before = leaves(world.on, seats)[1:4]
+            survivals = loop_seats(world.on, seats, WIDTH)
+            left.append((ends, before, survivals.nan_to_num(-1.0), leaves(world.on, seats)[1:4]))
+    for ours, theirs in zip(*left, strict=True):
+        assert torch.equal(ours, theirs)
+    assert left[0][0].tolist() == [False, False, True, False, False]
+    for name, value in worlds[1].tensors().items():
+        torch.testing.assert_close(
+            worlds[0].tensors()[name], value, atol=0, rtol=0, equal_nan=True, msg=name
+        )
 
 
 def padded_tokens(world: World, ticks: int, variant: TickVariant) -> list[list[int]]:

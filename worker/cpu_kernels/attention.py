@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from worker.cpu_kernels import compiled
+from worker.cpu_kernels import compiled_layers
 from worker.cpu_kernels.team import Kernel
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 FEW_ROWS = 8
 """So many rows keep all threads busy; the KV heads of fewer rows are dealt out one by one."""
 
-_WRITE = Kernel(compiled.write)
-_ATTEND = Kernel(compiled.attend)
+_WRITE = Kernel(compiled_layers.write)
+_ATTEND = Kernel(compiled_layers.attend)
 
 
 class Places(NamedTuple):
@@ -69,7 +69,7 @@ def attend(
 
 
 def _geometry(qkv: Tensor, heads: int, pages: Tensor, layer: int, rows: Places) -> tuple[int, ...]:
-    """Counts and strides, as compiled.write and compiled.attend unpack them."""
+    """Counts and strides, as compiled_layers.write and compiled_layers.attend unpack them."""
     _, _, _, kv_heads, block_size, head_dim = pages.shape
     block, of_layer, values, *_ = pages.stride()
     width = rows.tables.stride(0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worker.cpu_kernels import compiled
+from worker.cpu_kernels import compiled_layers
 from worker.cpu_kernels.team import Kernel
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 FEW = 1 << 13
 """Numbers that one thread has done by the time that a team has begun."""
 
-_NORM = Kernel(compiled.norm)
-_RESIDUAL_NORM = Kernel(compiled.residual_norm)
+_NORM = Kernel(compiled_layers.norm)
+_RESIDUAL_NORM = Kernel(compiled_layers.residual_norm)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,9 +13,10 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from llvmlite import binding
-from numba import cfunc, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -46,15 +47,34 @@ def pointer(typing_context, address):
     return types.voidptr(types.int64), generate
 
 
+@njit
+def floats(address):
+    """Compiled code only: the float32 tensor that begins at an address."""
+    return carray(pointer(address), (1,), np.float32)
+
+
+@njit
+def integers(address):
+    """Compiled code only: the int64 tensor that begins at an address."""
+    return carray(pointer(address), (1,), np.int64)
+
+
+@njit
+def octets(address):
+    """Compiled code only: the uint8 or bool tensor that begins at an address."""
+    return carray(pointer(address), (1,), np.uint8)
+
+
 class Kernel:
     """A compiled function of some 64-bit words, run once by each thread of a team. Immutable.
 
     Which part of the work is whose follows from `thread_number()` and `num_threads()`.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None], *, exact: bool = False) -> None:
+        """`exact` keeps every operation as it is written; else sums may be computed in lanes."""
         self._name = function.__name__
-        self._compiled = _compile(function)
+        self._compiled = _compile(function, set() if exact else _FAST_MATH)
         self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._compiled.address)
 
     def __repr__(self) -> str:
@@ -83,13 +103,14 @@ class Kernel:
             _RUNTIME.GOMP_parallel(self._compiled.address, words, threads, 0)
 
 
-def _compile(function):
+def _compile(function, fast_math):
     """Compile, or load what an earlier process has compiled for the same processor."""
+    options = {"fastmath": fast_math, "error_model": "numpy"}
     try:
-        return cfunc(_ENTRY, cache=True, fastmath=_FAST_MATH, error_model="numpy")(function)
+        return cfunc(_ENTRY, cache=True, **options)(function)
     except RuntimeError as error:  # neither beside the source nor at home may a file be written
         logger.warning("kernels are compiled anew in each process: %s", error)
-        return cfunc(_ENTRY, fastmath=_FAST_MATH, error_model="numpy")(function)
+        return cfunc(_ENTRY, **options)(function)
 
 
 def _find_runtime() -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-"""The code that Numba compiles; all of it in this file, whose date says whether a cache is stale.
+"""The code of layers that Numba compiles. A cache is stale by the date of its file: none is split.
 
 Work is dealt out item by item to the threads of a team. Tensors are flat arrays of unknown length:
 an index is one sum, and as an unsigned number it needs no test for counting from the end.
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from worker.cpu_kernels.team import num_threads, pointer, thread_number
+from worker.cpu_kernels.team import floats, integers, num_threads, thread_number
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
@@ -26,18 +26,6 @@ _C1 = np.float32(6.93147004e-1)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _LEAST = np.float32(-np.inf)
 _U = np.uint64
-
-
-@njit
-def floats(address):
-    """The float32 tensor that begins at an address."""
-    return carray(pointer(address), (1,), np.float32)
-
-
-@njit
-def integers(address):
-    """The int64 tensor that begins at an address."""
-    return carray(pointer(address), (1,), np.int64)
 
 
 @njit
