@@ -77,7 +77,7 @@ def scale_of(device: torch.device, *, quick: bool) -> Scale:
         return Scale(asks, 1.0, 3, RAY_GOAL, TWO_GOAL)
     if quick:
         return Scale(held_out_asks(4, (8, 8), (8, 8)), 0.9, 1)
-    return Scale(held_out_asks(16, (32, 32), (128, 128)), 0.9, 3, RAY_GOAL)
+    return Scale(held_out_asks(16, (32, 32), (256, 256)), 0.9, 7, RAY_GOAL)
 
 
 def scheduler_settings(ticks: int) -> SchedulerSettings:
