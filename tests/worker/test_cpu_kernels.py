@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -193,3 +194,12 @@ def test_kernels_serve_where_nothing_can_be_cached() -> None:
     )
     assert "0.8485" in done.stdout
     assert "kernels are compiled anew in each process" in done.stderr
+
+
+def test_tables_may_lie_in_any_order() -> None:
+    storage, metadata = storage_of(2, 4, 8), decoding([9, 5, 12], 4)
+    turned = replace(metadata, tables=metadata.tables.T.contiguous().T)
+    assert turned.tables.stride(1) != 1
+    query = normal(3, 2, 8)
+    expected = NumbaAttention().decode(query, storage, LAYER, metadata)
+    assert torch.equal(NumbaAttention().decode(query, storage, LAYER, turned), expected)

@@ -57,4 +57,7 @@ class NumbaAttention:
 
 
 def _places(rows: Paged) -> Places:
-    return Places(rows.tables, rows.table_rows, rows.positions)
+    tables = rows.tables
+    if tables.stride(1) != 1:  # a table's entries are read one after the other
+        tables = tables.contiguous()
+    return Places(tables, rows.table_rows, rows.positions)

@@ -12,8 +12,8 @@ from worker.cpu_kernels.team import Kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-FEW_ROWS = 8
-"""So many rows keep all threads busy; the KV heads of fewer rows are dealt out one by one."""
+ROWS_A_THREAD = 4
+"""So many keep all threads busy; of fewer rows, the KV heads are dealt out one by one."""
 
 _WRITE = Kernel(compiled_layers.write)
 _ATTEND = Kernel(compiled_layers.attend)
@@ -59,7 +59,7 @@ def attend(
     kv_heads = pages.shape[3]
     heads = width - 2 * kv_heads if rotates else width
     output = torch.empty(count, heads, head_dim)
-    shares = kv_heads if count < FEW_ROWS else 1
+    shares = kv_heads if count < ROWS_A_THREAD * torch.get_num_threads() else 1
     _ATTEND(
         _geometry(qkv, heads, pages, layer, rows),
         (*_tensors(qkv, pages, rows, rotary or (qkv, qkv)), lengths.contiguous(), output),
