@@ -5,9 +5,14 @@ Drawn examples are the same in each run, and none is timed: machines differ.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import settings
+
+collect_ignore = [] if find_spec("numba") else ["worker/test_cpu_kernels.py"]
+"""A GPU's worker does without Numba, and so do its tests."""
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
