@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 import ray
 
+from tests.ray_sessions import BEGUN
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -49,6 +51,7 @@ def local_ray(start: Callable[[Path], None] = one_node) -> Iterator[None]:
     """
     others = _children()
     session = Path(tempfile.mkdtemp(prefix="loopmesh-"))  # sockets need a short path
+    BEGUN.append(str(session))
     values = {
         "HOME": str(session),
         "RAY_AUTH_MODE": "disabled",
