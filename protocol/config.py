@@ -122,8 +122,8 @@ class SchedulerSettings(Settings):
     `mode` "refill" samples a token that has left the loops with the next plan, and its successor
     joins those still looping; "no_refill" lets it wait until the loops of all others are done too.
     `min_coda_batch` lets such tokens wait for each other, unless nobody is looping.
-    `max_step_tokens` bounds the decoding rows and prompt tokens of a plan together; None takes the
-    worker's largest step.
+    `max_step_tokens` bounds the prompt tokens of a plan and the rows that it decodes loop by loop
+    together; None takes the worker's largest step.
 
     `exit_policy` "ouro" lets a token leave after the loop whose gate reaches its threshold,
     "ouro_delayed" one loop later. `placement` chooses among the lanes with room: the one that owes

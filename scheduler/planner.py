@@ -36,9 +36,9 @@ class StepLimits:
     """What the steps of one lane's plans are bounded by.
 
     `chunk_size` one request's prompt tokens in a plan, `max_prefill_tokens` those of all requests,
-    `max_tokens` them and the decoding rows together. Without `refill`, tokens that have left the
-    core wait until nobody is left in it; with it, until there are `min_coda_batch` of them.
-    `max_ticks` bounds the ticks of resident rows.
+    `max_tokens` them and the rows that are planned loop by loop. Without `refill`, tokens that have
+    left the core wait until nobody is left in it; with it, until there are `min_coda_batch` of
+    them. `max_ticks` bounds the ticks of resident rows.
     """
 
     chunk_size: int
@@ -75,7 +75,8 @@ def plan_steps(
     """
     exited, core, prompts = _rows(requests, limits)
     going_on = [request for request in exited if not request.is_last_output]
-    rows = len(core) + len(exited) + sum(request.stage is _RESIDENT for request in requests)
+    # Ticks run apart from prompts, so resident rows take nothing from them.
+    rows = len(core) + len(exited)
     prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
     coda, prelude = _coda(exited), _prelude(going_on)
     if going_on:

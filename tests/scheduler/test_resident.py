@@ -47,6 +47,16 @@ def test_one_request_in_many_ticks() -> None:
     assert (stats.tokens, stats.loops, stats.free_blocks) == (5, 14, stats.total_blocks)
 
 
+def test_rows_that_tick_take_nothing_of_a_step_from_prompts() -> None:
+    bench = bench_of(2, profile={"max_step_tokens": 4}, chunk=8, prefill=100)
+    bench.add("a", max_tokens=3)
+    bench.step()
+    bench.add("b", prompt=8, max_tokens=1)
+    bench.finish()
+    prompts = [text for text in bench.traces() if "PREFILL b" in text]
+    assert prompts == ["+b | PREFILL b[0:4) | TICKS a x1", "PREFILL b[4:8) | TICKS a b x2"]
+
+
 def test_it_says_what_loop_by_loop_says() -> None:
     wishes: list[dict[str, Any]] = [
         {"exit_threshold": 0.5, "min_loops": 2},
