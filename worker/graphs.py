@@ -158,6 +158,10 @@ class _Tokens:
     chunks: PackedChunks
 
 
+def _one_pass(run: Callable[[Tensor, PackedChunks], Tensor], tokens: _Tokens) -> Tensor:
+    return tokens.hidden.copy_(run(tokens.hidden, tokens.chunks))
+
+
 class PrefillGraphs:
     """One pass of prompt chunks at one depth, one graph a bucket of tokens.
 
@@ -177,10 +181,7 @@ class PrefillGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Tokens]] = {}
         for bucket in sorted(buckets, reverse=True):
             tokens = self._tokens(bucket)
-
-            def one_pass(tokens: _Tokens = tokens) -> Tensor:
-                return tokens.hidden.copy_(run(tokens.hidden, tokens.chunks))
-
+            one_pass = partial(_one_pass, run, tokens)
             graph, _ = capture.graph(f"a prefill pass of {bucket} tokens", one_pass)
             self._graphs[bucket] = graph, tokens
         self._sizes = sorted(self._graphs)

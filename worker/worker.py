@@ -228,7 +228,7 @@ def with_graphs(on: Device, rows: int, tokens: int) -> Device:
     slots, width, capture = on.slots, on.slots.tables.shape[2], Capture(on.device)
     loops = LoopGraphs(
         capture,
-        lambda seats: loop_seats(on, seats, width),
+        partial(loop_seats, on, width=width),
         buckets_up_to(ROW_BUCKETS, rows),
         slots.trash,
         on.device,

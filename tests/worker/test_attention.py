@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from protocol.errors import ExecutorClosedError
 from worker.attention.backend import PackedChunks, PagedRows, paged_attention
 from worker.attention.torch_backend import GROUP_ROWS, TorchAttention
+from worker.device_memory import forget_frames
 from worker.kv_storage import KEYS, VALUES, KVStorage
 from worker.models.layers import Rotary, inverse_frequencies, rotary_tables
 
@@ -132,8 +135,8 @@ def test_padding_rows_yield_zeros_and_leave_the_others_alone(attention: Attentio
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
 def test_nothing_beyond_a_length_is_seen(garbage: float, attention: AttentionBackend) -> None:
-    lengths, tables = [5, 9, 0], shuffled_tables(3, 3)
-    query = torch.randn(3, 4, HEAD_DIM, generator=generator())
+    lengths, tables = [5, 9, 0, 2], shuffled_tables(4, 3)
+    query = torch.randn(4, 4, HEAD_DIM, generator=generator())
     clean, spoiled = filled_storage(), filled_storage()
     for row, length in enumerate(lengths):
         for position in range(length, 3 * BLOCK_SIZE):
@@ -144,23 +147,39 @@ def test_nothing_beyond_a_length_is_seen(garbage: float, attention: AttentionBac
     expected = attention.decode(query, clean, LAYER, rows)
     assert torch.equal(attention.decode(query, spoiled, LAYER, rows), expected)
     # Entries past the last page of a row may name any block, even another row's or the scratch.
-    padded = torch.cat([tables, tables.flip(0), torch.full((3, 1), spoiled.scratch_block)], 1)
+    padded = torch.cat([tables, tables.flip(0), torch.full((4, 1), spoiled.scratch_block)], 1)
     wider = attention.decode(query, spoiled, LAYER, decode_rows(padded, lengths))
     torch.testing.assert_close(wider, expected)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_prefill_sees_nothing_beyond_its_chunk(garbage: float, attention: AttentionBackend) -> None:
-    tables = shuffled_tables(2, 3)
-    metadata = packed(tables, [(0, 5), (2, 4)])
-    query = torch.randn(9, 4, HEAD_DIM, generator=generator())
+    tables = shuffled_tables(3, 3)
+    metadata = packed(tables, [(0, 5), (2, 4), (0, 3)])
+    query = torch.randn(12, 4, HEAD_DIM, generator=generator())
     clean, spoiled = filled_storage(), filled_storage()
-    for chunk, end in enumerate([5, 6]):
+    for chunk, end in enumerate([5, 6, 3]):
         for position in range(end, 3 * BLOCK_SIZE):
             block = tables[chunk, position // BLOCK_SIZE]
             spoiled.pages[block, :, :, :, position % BLOCK_SIZE] = garbage
     expected = attention.prefill(query, clean, LAYER, metadata)
     assert torch.equal(attention.prefill(query, spoiled, LAYER, metadata), expected)
+
+
+def test_an_error_that_is_kept_keeps_no_batch(attention: AttentionBackend) -> None:
+    storage, tables = filled_storage(), shuffled_tables(1, 3)
+    rows = decode_rows(tables, [3])
+    attention.decode(torch.zeros(1, 4, HEAD_DIM), storage, LAYER, rows)
+    frequencies = inverse_frequencies(10000.0, HEAD_DIM, torch.device("cpu"))
+    rotary = Rotary(*rotary_tables(rows.positions, frequencies, torch.float32))
+    storage.close()
+    gone = weakref.ref(rows)
+    with pytest.raises(ExecutorClosedError) as caught:
+        paged_attention(attention, storage, rows)(LAYER, torch.zeros(1, 8, HEAD_DIM), rotary)
+    del rows
+    assert gone() is not None  # the error's frames have it
+    forget_frames(caught.value)
+    assert gone() is None
 
 
 def test_a_row_alone_equals_itself_in_a_batch(attention: AttentionBackend) -> None:

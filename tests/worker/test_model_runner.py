@@ -216,7 +216,7 @@ def test_a_step_that_raises_fails_its_rows_and_the_plan_goes_on(
 ) -> None:
     bench.run(prefill(A, 0, 5), admits=(bench.admit(A),))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("attention is out of order")
 
     monkeypatch.setattr(TorchAttention, "attend", fail)

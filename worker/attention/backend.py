@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from worker.models.layers import Rotary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Paged:
-    """N rows of KV in pages. All tensors int64.
+    """N rows of KV in pages, equal to itself alone. All tensors int64.
 
     `positions` [N]; `tables` [T, W] block tables and `table_rows` [N] which of them is the one of
     the row's own request and plane. What a table names beyond a length is never seen.
@@ -40,7 +40,7 @@ class Paged:
         return self.positions % self.block_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedRows(Paged):
     """N single-token rows, each of its own request, depth and length.
 
@@ -55,7 +55,7 @@ class PagedRows(Paged):
         return seen_blocks(self.tables[self.table_rows], self.lengths, self.block_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedChunks(Paged):
     """C prompt chunks of consecutive positions, N rows in all, at one depth.
 
@@ -80,7 +80,8 @@ def seen_blocks(tables: Tensor, lengths: Tensor, block_size: int) -> Tensor:
     """Tables [B, W] in which the first block stands for all that lie behind `lengths` [B] tokens.
 
     A block behind what is seen belongs to nobody or is yet to be written, so it may hold anything;
-    the first one holds numbers if anything of the request does.
+    the first one holds numbers if anything of the request does, but for what it has behind
+    `lengths` itself.
 
     Example: blocks of 4 tokens, 5 are seen: (7, 3, 9, 9) -> (7, 3, 7, 7).
     """
@@ -149,7 +150,5 @@ def paged_attention(
 ) -> LayerAttention:
     """The attention of one batch: its backend over `storage`."""
 
-    def attend(layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
-        return backend.attend(layer, qkv, rotary, storage, metadata)
-
-    return attend
+    # No function of its own: a frame that an error keeps would keep what such a one closes over.
+    return partial(backend.attend, storage=storage, metadata=metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,14 +31,14 @@ class _Seen:
     """What some rows of a batch see, or all, or those of a chunk; the same in every layer.
 
     rows int64 [B], which of the batch, None for all; numbers [B, kv_heads, W] of their pages;
-    hidden bool [B, Q, L]: not seen; last [B * kv_heads] the last page of each, counted over all of
-    them, and behind bool [B * kv_heads, block_size, 1] its tokens that nobody sees.
+    hidden bool [B, Q, L]: not seen; partial [P] the pages with tokens that nobody sees, counted
+    over all of them, and behind bool [P, block_size, 1] these tokens.
     """
 
     rows: Tensor | None
     numbers: Tensor
     hidden: Tensor
-    last: Tensor
+    partial: Tensor
     behind: Tensor
 
     @classmethod
@@ -52,18 +53,30 @@ class _Seen:
         """Of tables [B, W] that are seen up to `lengths` [B], each query up to `ends` [B, Q]."""
         numbers, size = storage.page_numbers(tables), storage.block_size
         batch, heads, width = numbers.shape
-        last = (lengths - 1).clamp(min=0)
-        first = torch.arange(batch * heads, device=tables.device).view(batch, heads) * width
-        tokens = torch.arange(size, device=tables.device)
-        behind = (tokens > (last % size)[:, None])[:, None].expand(-1, heads, -1)
-        columns = torch.arange(width * size, device=tables.device)
+        tokens = torch.arange(width * size, device=tables.device)
+        behind = (tokens >= lengths[:, None]).view(batch, 1, width, size).expand(-1, heads, -1, -1)
+        behind = behind.reshape(-1, size, 1)
         return cls(
             rows=rows,
             numbers=numbers,
-            hidden=columns >= ends[:, :, None],
-            last=(first + (last // size)[:, None]).flatten(),
-            behind=behind.reshape(-1, size, 1),
+            hidden=tokens >= ends[:, :, None],
+            partial=(pages := _partial_pages(lengths, heads, width, size)),
+            behind=behind[pages],
         )
+
+
+def _partial_pages(lengths: Tensor, heads: int, width: int, size: int) -> Tensor:
+    """The pages int64 [P] of sequences [B] whose values have to be cleared behind `lengths` [B].
+
+    The last page that is seen may end in what was there before, and 0 * NaN is NaN. Those behind it
+    are copies of the first one (seen_blocks), which is the last one itself in a short sequence. On
+    a GPU, where picking them would mean waiting for it, they are all of them.
+    """
+    if lengths.is_cuda:
+        return torch.arange(len(lengths) * heads * width, device=lengths.device)
+    page, last = torch.arange(width), ((lengths - 1).clamp(min=0) // size)[:, None]
+    is_partial = (page == last) | (page > last) & (last == 0)
+    return is_partial[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0]
 
 
 class TorchAttention:
@@ -79,7 +92,8 @@ class TorchAttention:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._batch: tuple[PagedRows | PackedChunks, list[_Seen]] | None = None
+        self._seen_by: WeakKeyDictionary[PagedRows | PackedChunks, list[_Seen]]
+        self._seen_by = WeakKeyDictionary()
 
     def attend(
         self,
@@ -122,19 +136,19 @@ class TorchAttention:
         return torch.cat(outputs)
 
     def _seen(self, storage: KVStorage, metadata: PagedRows | PackedChunks) -> list[_Seen]:
-        """What each part of a batch sees, worked out once for all layers."""
-        if self._batch is None or self._batch[0] is not metadata:
-            self._batch = metadata, _parts(storage, metadata)
-        return self._batch[1]
+        """What each part of a batch sees, worked out once for all layers, kept while it lives."""
+        seen = self._seen_by.get(metadata)
+        if seen is None:
+            seen = self._seen_by[metadata] = _parts(storage, metadata)
+        return seen
 
     def _attend(self, query: Tensor, storage: KVStorage, layer: int, seen: _Seen) -> Tensor:
         """query [B, Q, heads, head_dim] -> the same shape."""
         key_buffer, value_buffer = self._buffers(storage, seen.numbers)
         key = storage.gather(layer, KEYS, seen.numbers, key_buffer)
         value = storage.gather(layer, VALUES, seen.numbers, value_buffer)
-        # The last page that is seen may end in what was there before, and 0 * NaN is NaN.
         pages = value.flatten(0, 2)
-        pages.index_copy_(0, seen.last, pages[seen.last].masked_fill_(seen.behind, 0.0))
+        pages.index_copy_(0, seen.partial, pages[seen.partial].masked_fill_(seen.behind, 0.0))
         return _attend(query, key.flatten(2, 3), value.flatten(2, 3), seen.hidden)
 
     def _buffers(self, storage: KVStorage, numbers: Tensor) -> tuple[Tensor | None, Tensor | None]:
