@@ -27,8 +27,9 @@ TIMEOUT = 600.0
 class Outcome:
     """One run. `loops` are those of all outputs, the full pass of a first one included.
 
-    `steady` is outputs a second between the first end and the last arrival, when as many are in
-    work as there may be; 0 if nothing is in between. `tick_us` is what the device had to do for
+    `steady` is outputs a second from when all of the first ones have given an output, and one of
+    them has ended, to the last arrival: so long as many give outputs as there may be, while others
+    come one by one; 0 if nothing is in between. `tick_us` is what the device had to do for
     `ticks`, `device_us` for all steps.
     """
 
@@ -73,8 +74,8 @@ class ClosedLoop:
         started = time.perf_counter()
         added: list[float] = []
         firsts: list[float] = []
-        outputs = loops = 0
-        first_end = last_arrival = (0.0, 0)
+        outputs = loops = begun = 0
+        all_in = first_end = last_arrival = (0.0, 0)
 
         def add() -> None:
             ask = asks[len(added)]
@@ -87,9 +88,13 @@ class ClosedLoop:
             for output in self._driver.step():
                 output.raise_error()
                 if output.start_index == 0 and output.tokens:
-                    firsts.append(time.perf_counter() - added[int(output.key.request_id)])
+                    number = int(output.key.request_id)
+                    firsts.append(time.perf_counter() - added[number])
+                    begun += number < concurrency
                 outputs += len(output.tokens)
                 loops += sum(output.exit_depths)
+                if begun == concurrency and not all_in[1]:
+                    all_in = (time.perf_counter(), outputs)
                 if output.finish_reason is not None and not first_end[1]:
                     first_end = (time.perf_counter(), outputs)
                 if output.finish_reason is not None and len(added) < len(asks):
@@ -101,7 +106,7 @@ class ClosedLoop:
         )
         return Outcome(
             seconds=seconds,
-            steady=rate_between(first_end, last_arrival),
+            steady=rate_between(max(all_in, first_end), last_arrival),
             outputs=outputs,
             loops=loops,
             prompt_tokens=sum(len(ask.prompt) for ask in asks),

@@ -85,21 +85,23 @@ class Case:
         return self.variants[0].asks
 
 
-def cases_of(device: torch.device, *, quick: bool) -> list[Case]:
-    """What is measured on a device."""
+def cases_of(
+    device: torch.device, sizes: Sequence[int] | None = None, *, quick: bool
+) -> list[Case]:
+    """What is measured on a device, with `sizes` requests at once, or as many as are usual."""
     cases = []
     if device.type == "cuda":
-        for size in (1, 8, 32, 128):
+        for size in sizes or (1, 8, 32, 128):
             variants = []
             for name, depths in (("depth 2.5", MIXED), ("depth 4", FULL)):
                 asks = random_asks(
-                    3 * size, PROMPT, OUTPUTS, depths, OURO_1_4B.vocab_size, concurrency=size
+                    4 * size, PROMPT, OUTPUTS, depths, OURO_1_4B.vocab_size, concurrency=size
                 )
                 goal = GOALS.get(size) if depths == MIXED else None
                 variants.append(Variant(name, asks, goal=goal))
             cases.append(Case(size, tuple(variants)))
         return cases
-    for size in (1, 4) if quick else (1, 8, 32):
+    for size in sizes or ((1, 4) if quick else (1, 8, 32)):
         lengths = ((8, 16), (4, 8)) if quick else ((16, 128), (16, 128))
         asks = held_out_asks(2 * size if quick else max(4 * size, 8), *lengths)
         limits = (1.0, 0.9, 0.7)
@@ -211,6 +213,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what is asked for."""
     parser = command_line("throughput", __doc__, device=True, quick=True)
     parser.add_argument("--rounds", type=int, default=3, help="of everything (default 3)")
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", help="requests, in place of the usual numbers of them"
+    )
     parser.add_argument("--threads", type=int, help="of a CPU, for each of those compared")
     arguments = parser.parse_args(argv)
     device, quick = resolve_device(arguments.device), arguments.quick
@@ -219,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
     with model_for(device) as model, Baselines(model, device) as baselines:
-        for case in cases_of(device, quick=quick):
+        for case in cases_of(device, arguments.at_once, quick=quick):
             settings = worker_settings(case, model, device, arguments.threads)
             with LocalExecutor.open(settings) as executor:
                 figures += measure(case, executor, baselines, rounds, quick=quick)

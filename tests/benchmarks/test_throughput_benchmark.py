@@ -121,7 +121,7 @@ def test_what_is_measured_on_cuda() -> None:
     assert [case.concurrency for case in cases] == [1, 8, 32, 128]
     goals = [[variant.goal for variant in case.variants] for case in cases]
     assert goals == [[None, None], [None, None], [2500.0, None], [3200.0, None]]
-    assert [len(case.asks) for case in cases] == [3, 24, 96, 384]
+    assert [len(case.asks) for case in cases] == [4, 32, 128, 512]
 
 
 @pytest.mark.parametrize(("rows", "tokens"), FLOORS.items())
