@@ -48,6 +48,9 @@ class Tally:
         return cls(lines=1, **{name: usage[name] for name in names})
 
     def __add__(self, other: Tally) -> Tally:
+        errors = self.errors
+        if other.errors:
+            errors = dict(sorted((Counter(errors) + Counter(other.errors)).items()))
         return Tally(
             self.lines + other.lines,
             self.failed + other.failed,
@@ -55,7 +58,7 @@ class Tally:
             self.completion_tokens + other.completion_tokens,
             self.loops_run + other.loops_run,
             self.loops_saved + other.loops_saved,
-            dict(sorted((Counter(self.errors) + Counter(other.errors)).items())),
+            errors,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import tokenizers
 
 
 class Detokenizer:
-    """The text of one output. Owner: its TextAssembler. Mutated only by: push and finish.
+    """The text of one output. Owner: its TextAssembler. Mutated only by: push, pieces and finish.
 
     All pushes and finish, put together, equal the tokenizer's decode of all ids at once. Bytes
     that do not yet make a character are held back.
@@ -30,10 +30,16 @@ class Detokenizer:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that `tokens` complete; may be empty."""
-        self._ids.extend(tokens)
-        text = "".join(self._stream.step(self._backend, token) or "" for token in tokens)
-        self._sent += len(text)
-        return text
+        return "".join(self.pieces(tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> Iterator[str]:
+        """The text that each of `tokens` completes, pushed as it is asked for."""
+        step, backend = self._stream.step, self._backend
+        for token in tokens:
+            self._ids.append(token)
+            piece = step(backend, token) or ""
+            self._sent += len(piece)
+            yield piece
 
     def finish(self) -> str:
         """The text still held; incomplete bytes become replacement characters."""

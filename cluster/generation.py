@@ -178,9 +178,8 @@ class TextAssembler:
     def _read(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """The text of `tokens` up to a stop string, and where each that was read begins."""
         text, offsets = "", []
-        for token in tokens:
+        for piece in self._detokenizer.pieces(tokens):
             offsets.append(self._length)
-            piece = self._detokenizer.push((token,))
             self._length += len(piece)
             text += self._stop.push(piece)
             if self._stop.found:

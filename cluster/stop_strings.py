@@ -42,6 +42,8 @@ class StopSearch:
 
     def push(self, piece: str) -> str:
         """The text before the stop that `piece` sets free; may be empty."""
+        if not self._stop:
+            return piece
         text = self._held + piece
         starts = [start for entry in self._stop if (start := text.find(entry)) >= 0]
         if starts:

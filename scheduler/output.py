@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from protocol.errors import LoopmeshError, WorkerLostError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from protocol.exit_rule import FinishReason
     from protocol.identity import RequestKey
     from protocol.result import TokenLogprobs
@@ -63,3 +66,17 @@ def output_since(request: Request, start_index: int) -> RequestOutput:
 def end_of(request: Request) -> RequestOutput:
     """The end of a request, without new tokens."""
     return output_since(request, len(request.tokens))
+
+
+def join(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One output in place of several of a choice that follow each other without a gap.
+
+    Example: tokens (5, 6) from 0 and (7,) from 2, which is the last -> (5, 6, 7) from 0, the last.
+    """
+    return replace(
+        outputs[-1],
+        start_index=outputs[0].start_index,
+        tokens=tuple(chain.from_iterable(output.tokens for output in outputs)),
+        exit_depths=tuple(chain.from_iterable(output.exit_depths for output in outputs)),
+        logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
+    )

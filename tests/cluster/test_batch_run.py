@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
+from itertools import count, pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cluster import batch_run
 from cluster.batch_input import scan
 from cluster.batch_lines import split_lines
 from cluster.batch_output import BatchOutput, Manifest
 from cluster.batch_parts import Tally
 from cluster.batch_progress import Progress
-from cluster.batch_run import OPEN_PARTS, BatchRun, End
+from cluster.batch_run import OPEN_PARTS, WRITTEN_TOGETHER, WRITTEN_WITHIN, BatchRun, End
 from cluster.batch_storage import open_storage
 from cluster.engine_session import EngineSession
 from cluster.interrupts import StopSignals
@@ -233,17 +237,50 @@ def test_what_is_in_work_is_bounded_and_keeps_the_slots_full(tmp_path: Path) -> 
     bench = Bench(tmp_path / "out", MANY, None, None, requests_per_slot=3)
     slots = 2 * make_profile().num_slots
     assert bench.batch.capacity == 3 * slots
-    most: list[int] = []
+    in_work: list[tuple[int, int]] = []
     step = bench.session.driver.step
 
     def watched() -> Any:  # noqa: ANN401
         stats = bench.session.engine.stats()
-        most.append(stats.waiting + stats.running)
+        in_work.append((bench.taken, stats.waiting + stats.running))
         return step()
 
     bench.session.driver.step = watched  # type: ignore[method-assign]
     assert bench.run() is End.ALL_LINES
-    assert max(most) == 3 * slots
+    assert max(count for _, count in in_work) == 3 * slots
+    fed = [(taken, count) for taken, count in in_work if taken < bench.scan.num_lines]
+    assert min(count for _, count in fed) >= slots
+    together = {later - taken for (taken, _), (later, _) in pairwise(fed)}
+    assert len(fed) > 2
+    assert together - {0}
+    assert min(together - {0}) >= 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, WRITTEN_WITHIN])
+def test_answers_are_written_several_together_and_none_waits_for_long(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, seconds)))
+    monkeypatch.setattr(batch_run, "time", clock)
+    bench = Bench(tmp_path / "out", MANY, None)
+    written: list[tuple[int, int]] = []
+    step = bench.session.driver.step
+
+    def watched() -> Any:  # noqa: ANN401
+        stats = bench.session.engine.stats()
+        ended = bench.taken - stats.waiting - stats.running
+        written.append((ended, bench.output.tally.lines))
+        return step()
+
+    bench.session.driver.step = watched  # type: ignore[method-assign]
+    assert bench.run() is End.ALL_LINES
+    assert bench.output.tally.lines == bench.scan.num_lines
+    waiting = [ended - lines for ended, lines in written]
+    if seconds:
+        assert not any(waiting)
+    else:
+        assert 0 < max(waiting) < WRITTEN_TOGETHER
+        assert {later - lines for (_, lines), (_, later) in pairwise(written)} != {0}
 
 
 def test_a_slow_line_holds_later_parts_back(tmp_path: Path) -> None:

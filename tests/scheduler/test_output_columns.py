@@ -9,6 +9,7 @@ import pytest
 
 from protocol.exit_rule import FinishReason
 from protocol.result import FailedRow
+from scheduler.output import join
 from tests.scheduler.bench import EOS, Bench, fixed
 
 if TYPE_CHECKING:
@@ -78,3 +79,18 @@ def give_up(bench: Bench, key: RequestKey, end: str) -> None:
             bench.apply(lane, replace(steps, failed=(FailedRow(key, "the device is broken"),)))
         case "lost":
             bench.outputs += engine.close_lane("lane-0", "gone")
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_joined_outputs_are_those_of_a_choice_in_one_piece(asked: int | None) -> None:
+    bench = Bench(hazard=None)
+    bench.add("a", max_tokens=7, logprobs=asked)
+    bench.finish()
+    pieces: list[RequestOutput] = bench.outputs
+    whole, middle = join(pieces), join(pieces[2:5])
+    assert len(pieces) > 5
+    assert (whole.key, whole.finish_reason) == (pieces[0].key, FinishReason.LENGTH)
+    assert (whole.start_index, len(whole.tokens), len(whole.exit_depths)) == (0, 7, 7)
+    assert len(whole.logprobs) == (0 if asked is None else 7)
+    assert (middle.start_index, middle.finish_reason) == (2, None)
+    assert middle.tokens == whole.tokens[2:5]
