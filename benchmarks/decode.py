@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.command import command_line, finish
 from benchmarks.device_times import read_bandwidth
+from benchmarks.device_trace import outside_percent, record
 from benchmarks.loop_batch import OURO_1_4B, random_model
 from benchmarks.report import Figure, progress, table
 from protocol.identity import RequestKey
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
 
 GOALS = {1: 300.0, 32: 3900.0, 128: 6000.0}
 """Output tokens a second, at least, by rows, at a mean depth of 2.5."""
+
+OUTSIDE_GOAL = 5.0
+"""Percent of a tick outside the model, at most, from so many rows:"""
+OUTSIDE_GOAL_ROWS = 32
 
 FLOORS = {1: 642.0, 32: 5911.0, 128: 7376.0}
 """What reading weights and history once a loop would allow at 4.3 TB/s, computed beforehand."""
@@ -188,6 +194,11 @@ def measure(model: OuroModel, scale: Scale, rows: int, depths: Sequence[int]) ->
     ]
     if on_cuda and rows in FLOORS:
         figures.append(Figure(f"{name}: floor", FLOORS[rows], "tok/s"))
+    if on_cuda:
+        trace = record(partial(run.ticks, 1, scale.ticks), model.device)
+        outside_goal = OUTSIDE_GOAL if rows >= OUTSIDE_GOAL_ROWS else None
+        outside = outside_percent(trace)
+        figures.append(Figure(f"{name}: outside the model", outside, "%", outside_goal))
     return figures
 
 
