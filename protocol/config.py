@@ -65,13 +65,19 @@ class CacheSettings(Settings):
         return self
 
 
+STEP_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Tokens of the largest step, by the device: how many it takes until more make a prompt no faster,
+and few enough that rows which decode do not wait for long."""
+
+
 class WorkerSettings(Settings):
     """One worker: its device, its slots and its largest step.
 
-    `device` "auto" is cuda where there is one, else cpu. `num_threads` bounds the CPU threads of
-    one worker; None leaves torch's choice. `snapshot_bytes` bounds the host memory that suspended
-    requests take; 0 keeps none of them. `max_ticks` is the most loops that it runs by itself in one
-    plan; with 0 the scheduler plans each.
+    `device` "auto" is cuda where there is one, else cpu. `max_step_tokens` bounds the prompt tokens
+    of a step, and its rows; None takes what suits the device. `num_threads` bounds the CPU threads
+    of one worker; None leaves torch's choice. `snapshot_bytes` bounds the host memory that
+    suspended requests take; 0 keeps none of them. `max_ticks` is the most loops that it runs by
+    itself in one plan; with 0 the scheduler plans each.
 
     `attention` "auto" takes the best backend that the device and the model allow; another choice
     is taken or refused. `cuda_graphs` captures the loop of decoding rows when the worker starts,
@@ -83,7 +89,7 @@ class WorkerSettings(Settings):
     cache: CacheSettings = CacheSettings()
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     num_slots: Count = 32
-    max_step_tokens: Count = 512
+    max_step_tokens: Count | None = None
     num_threads: Count | None = None
     snapshot_bytes: Annotated[int, Field(strict=True, ge=0)] = 256 * 2**20
     attention: AttentionName = "auto"
@@ -93,19 +99,24 @@ class WorkerSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.max_step_tokens < self.num_slots:
+        if self.max_step_tokens is not None and self.max_step_tokens < self.num_slots:
             raise ValueError(
                 f"max_step_tokens {self.max_step_tokens} is below num_slots {self.num_slots}: "
                 "every slot may have a row in one decode step"
             )
         return self
 
+    def step_tokens(self, device_type: str) -> int:
+        """`max_step_tokens`, or what suits a kind of device: "cpu" or "cuda"."""
+        return self.max_step_tokens or max(STEP_TOKENS[device_type], self.num_slots)
+
 
 class SchedulerSettings(Settings):
     """How requests are batched.
 
     `prefill_chunk_size` bounds one request's prompt tokens in a plan, `max_prefill_tokens` those
-    of all requests, so that decoding rows never wait for a whole prompt. `max_waiting` bounds the
+    of all requests, so that decoding rows never wait for a whole prompt; None takes half of the
+    worker's largest step, and all of it. `max_waiting` bounds the
     queue; beyond it a request is turned away. One of several choices counts once.
 
     `policy` orders the queue: by arrival, or by `SamplingParams.priority`, lower sooner.
@@ -135,10 +146,12 @@ class SchedulerSettings(Settings):
 
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
     plan, or as many as take `tick_interval` seconds: outputs come with their plan. While prompts of
-    the lane are in work there are as few as keep that interval. Requests that need the scheduler
+    the lane are in work there are as few as keep that interval, and no more of the prompts than
+    that a pass of them keeps it. Requests that need the scheduler
     for every loop (delayed exits, tokens that wait for others, many stop tokens) do without.
 
-    `plans_in_flight` is how many plans a worker may have at once. A second one is only made while
+    `plans_in_flight` is how many plans a worker may have at once; None is two for a GPU, on which
+    one is enqueued while the other runs, else one. A second one is only made while
     every token knows what is next without the answer to the first: with "ouro_delayed", forced
     depths, no early exit, or in the prompt.
 
@@ -146,8 +159,8 @@ class SchedulerSettings(Settings):
     which are suspended and go on later; it needs policy "priority".
     """
 
-    prefill_chunk_size: Count = 128
-    max_prefill_tokens: Count = 256
+    prefill_chunk_size: Count | None = None
+    max_prefill_tokens: Count | None = None
     max_waiting: Count = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     admission_scan_limit: Count = 64
@@ -163,7 +176,7 @@ class SchedulerSettings(Settings):
     prefix_caching: Annotated[bool, Field(strict=True)] = True
     affinity_window: Annotated[int, Field(strict=True, ge=0)] = 256
     preemption: Annotated[bool, Field(strict=True)] = False
-    plans_in_flight: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS_IN_FLIGHT)] = 1
+    plans_in_flight: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS_IN_FLIGHT)] | None = None
     resident: Annotated[bool, Field(strict=True)] = True
     max_ticks: Count = 16
     tick_interval: Seconds = 0.05

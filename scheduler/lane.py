@@ -98,7 +98,7 @@ class Lane:
         """
         if not self._in_flight:
             return True
-        limit = self._settings.plans_in_flight
+        limit = self.limits.plans_in_flight
         if len(self._in_flight) == limit and self.limits.max_ticks and self._has_news():
             limit = min(limit + 1, MAX_PLANS_IN_FLIGHT)
         if len(self._in_flight) >= limit:

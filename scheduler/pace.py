@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Self
 
 from protocol.plan import PrefillBatch
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from protocol.plan import ExecutionPlan
     from protocol.profile import WorkerProfile
     from protocol.result import PlanResult
+
+SMALLEST_PROMPT = 64
+"""Tokens; the kernels of a pass over fewer take as long as over these."""
 
 
 class TickPace:
@@ -57,6 +60,20 @@ class TickPace:
         left = max(self._interval_us - self._tick_us, 1.0)
         parts = ceil(tokens * self._token_us / left)
         return max(min(parts, self._passes, self._max_ticks), 1)
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Prompt tokens of which a pass and a tick together keep the interval; any until measured.
+
+        A pass may take as long as a tick, so that long ticks leave prompts half of the time. Never
+        fewer than SMALLEST_PROMPT, of which a pass takes hardly less.
+
+        Example: 50 ms, ticks of 10 ms, 4 passes, a token 0.1 ms -> 40 * 4 / 0.1 = 1600.
+        """
+        if not self._token_us:
+            return inf
+        left = max(self._interval_us - self._tick_us, self._tick_us)
+        return max(left * self._passes / self._token_us, SMALLEST_PROMPT)
 
     def note(self, plan: ExecutionPlan, result: PlanResult) -> None:
         """Half of what is remembered comes from the latest plan."""

@@ -33,12 +33,13 @@ _PREFILL = State.PREFILL
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What the steps of one lane's plans are bounded by.
+    """What one lane's plans and their steps are bounded by.
 
     `chunk_size` one request's prompt tokens in a plan, `max_prefill_tokens` those of all requests,
     `max_tokens` them and the rows that are planned loop by loop. Without `refill`, tokens that have
     left the core wait until nobody is left in it; with it, until there are `min_coda_batch` of
-    them. `max_ticks` bounds the ticks of resident rows.
+    them. `max_ticks` bounds the ticks of resident rows, `plans_in_flight` the plans that are sent
+    before the first of them is answered.
     """
 
     chunk_size: int
@@ -47,18 +48,20 @@ class StepLimits:
     refill: bool
     min_coda_batch: int
     max_ticks: int
+    plans_in_flight: int
 
     @classmethod
     def of(cls, settings: SchedulerSettings, profile: WorkerProfile) -> StepLimits:
-        """The limits of the settings, within those of the worker."""
-        largest = profile.max_step_tokens
+        """The limits of the settings, within those of the worker; what is not set suits it."""
+        largest, on_gpu = profile.max_step_tokens, profile.device.startswith("cuda")
         return cls(
-            chunk_size=settings.prefill_chunk_size,
-            max_prefill_tokens=settings.max_prefill_tokens,
+            chunk_size=settings.prefill_chunk_size or max(largest // 2, 1),
+            max_prefill_tokens=settings.max_prefill_tokens or largest,
             max_tokens=min(settings.max_step_tokens or largest, largest),
             refill=settings.mode == "refill",
             min_coda_batch=settings.min_coda_batch,
             max_ticks=min(settings.max_ticks, profile.max_ticks),
+            plans_in_flight=settings.plans_in_flight or (2 if on_gpu else 1),
         )
 
 
@@ -75,9 +78,12 @@ def plan_steps(
     """
     exited, core, prompts = _rows(requests, limits)
     going_on = [request for request in exited if not request.is_last_output]
-    # Ticks run apart from prompts, so resident rows take nothing from them.
+    # Ticks run apart from prompts, so resident rows take nothing from them; but they wait for each
+    # pass of them.
     rows = len(core) + len(exited)
     prefill_tokens = min(limits.max_prefill_tokens, limits.max_tokens - rows)
+    if limits.max_ticks and any(request.stage is _RESIDENT for request in requests):
+        prefill_tokens = int(min(prefill_tokens, pace.prompt_tokens))
     coda, prelude = _coda(exited), _prelude(going_on)
     if going_on:
         core = [request for request in requests if request.stage is _RECURRENT]

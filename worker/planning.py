@@ -78,12 +78,12 @@ def plan_worker(
     free = free_memory(device)
     peak_source = DERIVED if free is None else MEASURED
     if free is None:
-        peak = peak_bytes(settings.max_step_tokens, model.loop_row_bytes, rows, vocab_size)
+        peak = peak_bytes(settings.step_tokens(device.type), model.loop_row_bytes, rows, vocab_size)
     else:
         positions = model.profile.max_positions
         history = longest_history(settings.cache, block_bytes, slots.planes, positions, free)
         make = partial(_throw_away, settings, model, attention, device)
-        peak = probe_peak(make, settings.max_step_tokens, history)
+        peak = probe_peak(make, settings.step_tokens(device.type), history)
     graphed = settings.cuda_graphs and can_capture(attention, device)
     graphs = settings.cache.graph_reserve_bytes if device.type == "cuda" else 0
     if graphed and settings.max_ticks:

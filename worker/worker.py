@@ -129,14 +129,14 @@ class Worker:
             num_blocks=memory.num_blocks,
             block_size=slots.block_size,
             planes=slots.planes,
-            max_step_tokens=settings.max_step_tokens,
+            max_step_tokens=settings.step_tokens(device.type),
             layout=layout,
             snapshots=snapshot_room(settings.snapshot_bytes, slots, model),
             max_ticks=settings.max_ticks,
         )
         on = Device(model, slots, storage, attention, device)
         if settings.cuda_graphs:
-            on = with_graphs(on, settings.num_slots, settings.max_step_tokens)
+            on = with_graphs(on, settings.num_slots, settings.step_tokens(device.type))
         ticks = open_tick_graphs(on, settings.num_slots, settings.max_ticks)
         runner = ModelRunner(on, profile.snapshots, ticks, streams)
         return cls(profile, memory, runner, readback, storage)
@@ -215,7 +215,9 @@ def open_readback(settings: WorkerSettings, device: torch.device) -> ReadbackPoo
     lines, seats = 0, 0
     if device.type == "cuda" and settings.max_ticks:
         lines, seats = 1 + settings.max_ticks, most_rows(settings.num_slots)
-    return ReadbackPool(MAX_PLANS_IN_FLIGHT, settings.max_step_tokens, device, lines, seats)
+    return ReadbackPool(
+        MAX_PLANS_IN_FLIGHT, settings.step_tokens(device.type), device, lines, seats
+    )
 
 
 def with_graphs(on: Device, rows: int, tokens: int) -> Device:

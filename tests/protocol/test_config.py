@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from protocol.config import ApiSettings, Configuration, parse_configuration
+from protocol.config import ApiSettings, Configuration, WorkerSettings, parse_configuration
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
@@ -25,6 +25,13 @@ def test_a_configuration_survives_json() -> None:
         {"worker": {"cache": {"num_blocks": 9}}, "cluster": {"plan_port_range": [5000, 5001]}}
     )
     assert Configuration.model_validate_json(configuration.model_dump_json()) == configuration
+
+
+def test_the_largest_step_suits_the_device_unless_it_is_set() -> None:
+    default = WorkerSettings()
+    assert (default.step_tokens("cpu"), default.step_tokens("cuda")) == (256, 2048)
+    assert WorkerSettings(num_slots=300).step_tokens("cpu") == 300
+    assert WorkerSettings(max_step_tokens=64).step_tokens("cuda") == 64
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.now += 1.0
         for lane, plan in self.engine.plan(self.now):
-            limit = SchedulerSettings.model_validate(self.scheduler).plans_in_flight
+            limit = SchedulerSettings.model_validate(self.scheduler).plans_in_flight or 1
             # Resident ticks in flight make way for an arrival or an end in one plan more.
             assert len(self.flying[lane]) < limit + (self.profiles[lane].max_ticks > 1)
             storage = self.storage[lane]

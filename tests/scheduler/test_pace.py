@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import pytest
+
 from protocol.plan import ExecutionPlan, PrefillBatch
 from protocol.resident import ResidentBatch, RowState
 from protocol.result import PlanResult, PrefillResult, ResidentResult
-from scheduler.pace import TickPace
+from scheduler.pace import SMALLEST_PROMPT, TickPace
 from tests.scheduler.test_results import STRANGER
 
 
@@ -51,3 +55,14 @@ def test_no_more_parts_than_ticks() -> None:
     pace = TickPace(0.001, 3, 4)
     told(pace, 1, 900, prompt_us=100_000)
     assert pace.ticks_beside(100) == 3
+
+
+def test_a_pass_of_prompts_keeps_the_interval_or_takes_no_longer_than_a_tick() -> None:
+    pace = TickPace(0.05, 16, 4)
+    assert pace.prompt_tokens == inf
+    told(pace, 1, 10_000, prompt_us=1_000)  # a token takes 0.1 ms
+    assert pace.prompt_tokens == pytest.approx(40 * 4 / 0.1)
+    told(pace, 1, 110_000, prompt_us=1_000)  # 60 ms a tick
+    assert pace.prompt_tokens == pytest.approx(60 * 4 / 0.1)
+    told(pace, 1, 60_000, prompt_us=1_000_000)
+    assert pace.prompt_tokens == SMALLEST_PROMPT

@@ -50,6 +50,14 @@ def test_no_more_plans_than_the_policy_allows() -> None:
     assert bench.send_plans() == []
 
 
+@pytest.mark.parametrize(("device", "plans"), [("cpu", 1), ("cuda", 2), ("cuda:1", 2)])
+def test_a_gpu_has_two_plans_where_nobody_says_how_many(device: str, plans: int) -> None:
+    bench = Bench(replace(make_profile(), device=device))
+    bench.add("a", max_tokens=3, forced_depths=(4, 3, 3))
+    assert len(bench.send_plans()) == plans
+    assert bench.send_plans() == []
+
+
 def test_an_exit_at_once_is_waited_for_and_what_is_known_is_not() -> None:
     bench = Bench(hazard=exit_after({2: 3}), chunk=1, plans_in_flight=3)
     bench.add("a", prompt=2, max_tokens=2, min_loops=3)

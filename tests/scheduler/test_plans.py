@@ -179,3 +179,11 @@ def test_plans_count_up_from_one_in_each_lane() -> None:
     bench.apply("lane-1", bench.run("lane-1", plans[1][1]))
     ((lane, plan),) = bench.plan()
     assert (lane, plan.seq) == ("lane-1", 2)
+
+
+def test_prompts_fill_the_largest_step_and_one_of_them_half_of_it_unless_they_are_limited() -> None:
+    bench = Bench(make_profile(max_step_tokens=8), chunk=None, prefill=None)
+    bench.add("a", prompt=6, max_tokens=1)
+    bench.add("b", prompt=9, max_tokens=1)
+    bench.finish()
+    assert bench.traces()[0] == "+a | +b | PREFILL a[0:4) b[0:4)"

@@ -202,6 +202,19 @@ def test_a_plan_has_as_many_ticks_as_its_interval_has_time_for() -> None:
     assert found == [16, 16, 16, 8, 6, 1, 1, 1]
 
 
+def test_prompts_are_cut_where_a_pass_of_them_would_take_too_long_for_rows_that_tick() -> None:
+    bench = bench_of(1, profile={"max_step_tokens": 1000}, chunk=None, prefill=None)
+    bench.add("a", prompt=10, max_tokens=9, exit_threshold=1.0)
+    ((lane, plan),) = bench.plan()
+    # 2 ms a token, and 10 ms a tick: 4 passes of 40 ms hold 80 tokens.
+    bench.apply(lane, replace(bench.run(lane, plan), device_us=(20_000, 10_000)))
+    for name in "bc":
+        bench.add(name, prompt=50, max_tokens=2)
+    bench.finish()
+    assert "PREFILL b[8:50) c[8:46)" in bench.traces()[1]  # the rest is cached
+    assert "PREFILL c[46:50)" in bench.traces()[2]
+
+
 def test_an_end_that_comes_late_leaves_inert_rows_behind() -> None:
     bench = bench_of(4, token=fixed([5, 9]), hazard=exit_after({1: 1}), plans_in_flight=2)
     bench.add("a", max_tokens=30, stop_token_ids=(9,))

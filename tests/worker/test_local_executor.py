@@ -93,7 +93,7 @@ def test_progress_counts_finished_plans_and_steps(executor: LocalExecutor) -> No
 
 
 def test_more_rows_than_a_readback_buffer_holds_are_refused(executor: LocalExecutor) -> None:
-    many = SETTINGS.max_step_tokens + 1
+    many = executor.profile().max_step_tokens + 1
     keys = tuple(RequestKey(f"r{number}", number + 1) for number in range(many))
     batch = RecurrentBatch(keys, (0,) * many, (0,) * many)
     with pytest.raises(ProtocolError, match="split the plan"):

@@ -159,10 +159,10 @@ def test_the_plan_of_a_worker_counts_what_is_there() -> None:
     layer = 3 * 256 * 256 + 256 * 256 + 3 * 704 * 256 + 4 * 256
     weights = 4 * (2 * 4096 * 256 + 4 * layer + 2 * 256 + 1)
     assert weights <= held.weights < weights + 1024
-    assert held.readback == MAX_PLANS_IN_FLIGHT * 512 * (4 + 8 + 4 + MAX_LOGPROBS * (8 + 4))
+    assert held.readback == MAX_PLANS_IN_FLIGHT * 256 * (4 + 8 + 4 + MAX_LOGPROBS * (8 + 4))
     assert held.readback == worker.readback.num_bytes
     assert (held.graphs, held.attention) == (0, 0)
-    assert held.peak == peak_bytes(512, model.loop_row_bytes, 4, 4096)
+    assert held.peak == peak_bytes(256, model.loop_row_bytes, 4, 4096)
     assert held.peak_source == DERIVED
     assert held.ticks == tick_bytes([4], settings.max_ticks)
     worker.close()

@@ -79,7 +79,10 @@ def test_nothing_of_a_closed_worker_stays() -> None:
     worker = Worker.open(SETTINGS, source)
     refs = refs_of(worker)
     assert source.alive
-    assert tensors() > before + worker.memory_plan.allocated
+    plan = worker.memory_plan
+    # On a CPU ticks have no lines of their own between plans.
+    held = plan.allocated - plan.footprint.ticks + plan.footprint.readback
+    assert tensors() >= before + held
     worker.close()
     assert [ref() for ref in refs] == [None] * len(refs)
     assert not source.alive
