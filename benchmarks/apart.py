@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -34,13 +37,21 @@ class Apart:
     """
 
     def __init__(self, make: Callable[[], Batches]) -> None:
-        """`make` is pickled; the other process has as many threads as this one."""
+        """`make` is pickled; the other process has as many threads as this one.
+
+        Raises BrokenProcessPool when the baseline cannot be made.
+        """
         self._pool = ProcessPoolExecutor(
             max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin,
             initargs=(make, torch.get_num_threads()),
         )
+        try:
+            self._pid = self._pool.submit(os.getpid).result(TIMEOUT)
+        except BaseException:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -51,10 +62,13 @@ class Apart:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:  # perhaps that of waiting too long
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, asks: Sequence[Ask], size: int) -> list[list[int]]:
-        """The outputs of all requests, in batches of `size`."""
+        """The outputs of all requests, in batches of `size`. Raises TimeoutError."""
         return self._pool.submit(_run, asks, size).result(TIMEOUT)
 
 

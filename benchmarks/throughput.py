@@ -154,7 +154,7 @@ class Baselines:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._apart.close()
+        self._apart.__exit__(kind, error, traceback)
 
     def fitting(self, case: Case) -> dict[str, Baseline]:
         """Those whose batches fit beside the worker that is open."""
