@@ -116,8 +116,8 @@ class SchedulerSettings(Settings):
 
     `prefill_chunk_size` bounds one request's prompt tokens in a plan, `max_prefill_tokens` those
     of all requests, so that decoding rows never wait for a whole prompt; None takes half of the
-    worker's largest step, and all of it. `max_waiting` bounds the
-    queue; beyond it a request is turned away. One of several choices counts once.
+    worker's largest step, and all of it. `max_waiting` bounds the queue; beyond it a request is
+    turned away. One of several choices counts once.
 
     `policy` orders the queue: by arrival, or by `SamplingParams.priority`, lower sooner.
     `admission_scan_limit` bounds how many waiting requests are looked at for a plan, and
@@ -147,12 +147,12 @@ class SchedulerSettings(Settings):
     `resident` lets workers that can decide exits and ends themselves, up to `max_ticks` loops a
     plan, or as many as take `tick_interval` seconds: outputs come with their plan. While prompts of
     the lane are in work there are as few as keep that interval, and no more of the prompts than
-    that a pass of them keeps it. Requests that need the scheduler
-    for every loop (delayed exits, tokens that wait for others, many stop tokens) do without.
+    that a pass of them keeps it. Requests that need the scheduler for every loop (delayed exits,
+    tokens that wait for others, many stop tokens) do without.
 
     `plans_in_flight` is how many plans a worker may have at once; None is two for a GPU, on which
-    one is enqueued while the other runs, else one. A second one is only made while
-    every token knows what is next without the answer to the first: with "ouro_delayed", forced
+    one is enqueued while the other runs, else one. A second one is only made while every token
+    knows what is next without the answer to the first: on its worker, with "ouro_delayed", forced
     depths, no early exit, or in the prompt.
 
     `preemption` lets the first of the queue take the room of running requests of lower priority,
