@@ -90,8 +90,9 @@ def pick(
     """Adjusted logits float32 [n, V], and the tokens int64 [n] that are sampled from them."""
     adjuster, resident = on.slots.adjuster, on.slots.resident
     outputs = resident.outputs[seats]
-    early = outputs < resident.min_tokens[seats]
-    logits = adjuster.adjust_seats(logits, seats, early, needs)
+    if needs.any:
+        early = outputs < resident.min_tokens[seats]
+        logits = adjuster.adjust_seats(logits, seats, early, needs)
     tokens = draw(on, logits, seats, outputs, kinds)
     if needs.penalized:
         adjuster.count_seats(tokens, seats)

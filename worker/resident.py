@@ -7,7 +7,8 @@ rows of a half are one batch, whatever their depth, and a row that does not exit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,19 +43,34 @@ _NONE = -1
 class TickRecord:
     """What the ticks of one plan leave. Owner: ResidentTicks, which alone mutates it.
 
-    tokens and exit_depths int64 [1 + max_ticks, rows], -1 where nothing was sampled; line 0 is what
-    was sampled before the first tick. failed bool [rows]: its logits were not numbers. live, exits
-    and finished count rows, one entry a tick. `logprobs` has for each sampled batch that asked for
-    any its rows int64 [n] and theirs.
+    `samples` has of each sampled batch its line, its rows int64 [n], and of these tokens and exit
+    depths int64 and whether their logits were not numbers, bool [n]; line 0 is what was sampled
+    before the first tick. live, exits and finished count rows, one entry a tick. `logprobs` has for
+    each sampled batch that asked for any its rows int64 [n] and theirs.
     """
 
-    tokens: Tensor
-    exit_depths: Tensor
-    failed: Tensor
-    live: list[int]
-    exits: list[int]
-    finished: list[Tensor]
-    logprobs: list[tuple[Tensor, Logprobs]]
+    samples: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    finished: list[Tensor] = field(default_factory=list)
+    logprobs: list[tuple[Tensor, Logprobs]] = field(default_factory=list)
+
+    def columns(self, lines: int, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Tokens and exit depths int64 [lines, rows], -1 where there is none, and failed [rows].
+
+        Put together once: a few small steps a tick would be a hundredth of its time on a CPU.
+        """
+        tokens = torch.full((lines * rows,), _NONE, device=device)
+        exit_depths, failed = tokens.clone(), torch.zeros(rows, dtype=torch.int64, device=device)
+        if self.samples:
+            places = torch.cat([line * rows + which for line, which, *_ in self.samples])
+            _, _, *sampled = zip(*self.samples, strict=True)
+            new, depths, broken = map(torch.cat, sampled)
+            tokens[places] = new.masked_fill(broken, _NONE)
+            exit_depths[places] = depths.masked_fill(broken, _NONE)
+            failed.index_add_(0, places % rows, broken.long())
+        shape = (lines, rows)
+        return tokens.view(shape), exit_depths.view(shape), failed > 0
 
 
 class ResidentTicks:
@@ -70,17 +86,8 @@ class ResidentTicks:
         self._seats = column([row.index for row in rows], on.device)
         self._row_of = torch.full((on.slots.trash + 1,), _NONE, device=on.device)
         self._row_of[self._seats] = torch.arange(len(rows), device=on.device)
-        lines = (1 + batch.max_ticks, len(rows))
         self._lines = 1
-        self._record = TickRecord(
-            tokens=torch.full(lines, _NONE, device=on.device),
-            exit_depths=torch.full(lines, _NONE, device=on.device),
-            failed=torch.zeros(len(rows), dtype=torch.bool, device=on.device),
-            live=[],
-            exits=[],
-            finished=[],
-            logprobs=[],
-        )
+        self._record = TickRecord()
 
     def run(self, yields: Callable[[], bool], prompts: PromptPasses | None = None) -> None:
         """Run up to max_ticks ticks; stop earlier as ResidentBatch says, or when `yields()`."""
@@ -96,10 +103,14 @@ class ResidentTicks:
         for tick in range(self._batch.max_ticks):
             prompts.before_tick(tick)
             state = resident.state[seats]
-            live, pending = seats[state == READY], seats[state == PENDING]
+            live, pending = seats[state == READY], seats[:0]
+            if tick < self._batch.prompt_ticks:  # later on no prompt comes to its end
+                pending = seats[state == PENDING]
             if not len(live) and tick + 1 >= self._batch.prompt_ticks and not len(pending):
                 break
-            leaving = torch.cat((self._loop(live, width) if len(live) else live, pending))
+            leaving = self._loop(live, width) if len(live) else live
+            if len(pending):
+                leaving = torch.cat((leaving, pending))
             finished = self._sample(leaving, line=1 + tick)
             self._lines += 1
             self._record.live.append(len(live))
@@ -118,16 +129,17 @@ class ResidentTicks:
         record, slots, seats = self._record, self._on.slots, self._seats
         ticks = zip(record.live, record.exits, map(int, record.finished), strict=True)
         headers = [(0, 0, 0), *ticks]
-        lines = len(headers)
+        tokens, exit_depths, failed = record.columns(len(headers), len(seats), self._on.device)
         values = TickValues(
-            tokens=record.tokens[:lines].cpu(),
-            exit_depths=record.exit_depths[:lines].cpu(),
+            tokens=tokens.cpu(),
+            exit_depths=exit_depths.cpu(),
             header=torch.tensor(headers),
-            broken=record.failed.cpu(),
+            broken=failed.cpu(),
             loops=slots.loops[seats].cpu(),
             states=slots.resident.state[seats].cpu(),
         )
-        return PendingTicks(self._batch, self._hosts, values, PASSED, self._read_logprobs)
+        told = partial(self._read_logprobs, values.broken)
+        return PendingTicks(self._batch, self._hosts, values, PASSED, told)
 
     def read(self, failed: list[FailedRow]) -> ResidentResult:
         """The result; moves each request's progress on."""
@@ -157,9 +169,8 @@ class ResidentTicks:
             return torch.zeros((), dtype=torch.int64)
         found = boundary(self._on, seats, self._kinds, self._needs)
         rows = self._row_of[seats]
-        self._record.failed[rows] = found.broken
-        self._record.tokens[line, rows] = found.tokens.masked_fill(found.broken, _NONE)
-        self._record.exit_depths[line, rows] = found.exit_depths.masked_fill(found.broken, _NONE)
+        sampled = (found.tokens, found.exit_depths, found.broken)
+        self._record.samples.append((line, rows, *sampled))
         self._tell_logprobs(found.logits, found.tokens, rows)
         return found.ends.sum()
 
@@ -170,12 +181,11 @@ class ResidentTicks:
         told = token_logprobs(logits, tokens, alternatives=max(counts) > 0)
         self._record.logprobs.append((rows, told))
 
-    def _read_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+    def _read_logprobs(self, broken: Tensor) -> tuple[TokenLogprobs | None, ...]:
         """One entry an output, row after row; none at all when no row asked for any."""
         if not self._record.logprobs:
             return ()
         by_row: list[list[TokenLogprobs | None]] = [[] for _ in self._hosts]
-        is_broken = self._record.failed.tolist()
         for rows, told in self._record.logprobs:
             order = rows.tolist()
             counts = [self._kinds[row].logprobs for row in order]
@@ -183,7 +193,7 @@ class ResidentTicks:
             picked = Logprobs(told.sampled[asked], told.top_ids[asked], told.top[asked])
             for row, one in zip(order, read_logprobs(picked, counts), strict=True):
                 by_row[row].append(one)
-        for row, broken in enumerate(is_broken):
-            if broken:  # its last output is none
+        for row, is_broken in enumerate(broken.tolist()):
+            if is_broken:  # its last output is none
                 by_row[row].pop()
         return tuple(one for row in by_row for one in row)

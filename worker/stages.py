@@ -18,7 +18,7 @@ from worker.batch import column, decode_rows, prefill_rows, table_width
 from worker.resident_table import PENDING
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
-from worker.sampling.sampler import sample
+from worker.sampling.sampler import greedy, sample
 from worker.seats import commit_seats, gather_seats
 
 if TYPE_CHECKING:
@@ -241,14 +241,14 @@ def draw(
     what any of them needs.
     """
     random = [kind for kind in kinds if kind.random]
-    uniforms = uniform(on.slots.rng_words[seats], Purpose.SAMPLE, counters) if random else None
+    if not random:
+        return greedy(logits)
     return sample(
         logits,
         temperature=on.slots.temperature[seats],
         top_p=on.slots.top_p[seats],
         top_k=on.slots.top_k[seats],
-        uniforms=uniforms,
-        any_random=bool(random),
+        uniforms=uniform(on.slots.rng_words[seats], Purpose.SAMPLE, counters),
         any_top_k=any(kind.top_k for kind in random),
         any_top_p=any(kind.top_p for kind in random),
     )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.sampling.sampler import sample
+from worker.sampling.sampler import greedy, sample
 
 NEG_INF = float("-inf")
 Row = tuple[float, float, int, float]
@@ -158,8 +158,8 @@ def test_a_row_does_not_depend_on_its_batch(vocabulary: int) -> None:
 
 def test_flags_save_work_and_change_no_token() -> None:
     logits, rows = random_batch(40, 500)
-    greedy = [(0.0, *row[1:]) for row in rows]
-    assert torch.equal(run(logits, greedy, any_random=False), run(logits, greedy))
+    cold = [(0.0, *row[1:]) for row in rows]
+    assert torch.equal(greedy(logits), run(logits, cold))
     no_k = [(row[0], row[1], -1, row[3]) for row in rows]
     assert torch.equal(run(logits, no_k, any_top_k=False), run(logits, no_k))
     no_p = [(row[0], 1.0, row[2], row[3]) for row in rows]

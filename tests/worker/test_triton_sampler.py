@@ -9,7 +9,7 @@ from protocol.rng import Purpose
 from worker.sampling.adjustments import AdjustmentNeeds, LogitAdjuster
 from worker.sampling.logprobs import token_logprobs
 from worker.sampling.philox import uniform
-from worker.sampling.sampler import sample
+from worker.sampling.sampler import greedy, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -80,8 +80,8 @@ def test_an_adjusted_view_is_sampled_as_it_lies() -> None:
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
     for same in (logits.T.to(DEVICE), logits.to(DEVICE).T):
         none = torch.zeros(8, device=DEVICE)
-        ids = sample(same, none, none + 1, none.long() - 1, None)
-        assert ids.tolist() == logits.T.argmax(-1).tolist()
+        ids = sample(same, none, none + 1, none.long() - 1, none.double())
+        assert ids.tolist() == greedy(same).tolist() == logits.T.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [5, 4096, 5000, 49_152])

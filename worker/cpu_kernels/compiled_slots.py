@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from worker.cpu_kernels.team import floats, integers, octets
+from worker.cpu_kernels.team import floats, integers, num_threads, octets, thread_number
 
 _ONE = np.float32(1.0)
 
@@ -90,7 +90,8 @@ def finalize(words):
         source = tables[table + (loops[slot] - 1) * width] * block_stride + token
         for plane in range(loops[slot], planes):
             target = tables[table + plane * width] * block_stride + token
-            for page in range(head_pages):
+            # Pages are dealt out, so that a row that copies more makes nobody wait.
+            for page in range(thread_number(), head_pages, num_threads()):
                 offset = page * block_size * head_dim
                 copy(pages, source + offset, head_dim, pages, target + offset)
 

@@ -1,7 +1,8 @@
 """What a loop and a token leave in the slots, for float32 on a CPU.
 
 Everything is one call, where torch takes ten to thirty of a few microseconds each. Too little for
-a team of threads. Each function has a definition in torch that it equals bit for bit.
+a team of threads, but for the KV that finalize copies. Each function has a definition in torch that
+it equals bit for bit.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def finalize(
     _, layers, parts, kv_heads, block_size, head_dim = pages.shape
     numbers = (len(seats), trash, planes, width, block_size, head_dim)
     strides = (pages.stride(0), layers * parts * kv_heads)
-    _FINALIZE((*numbers, *strides), (seats, position, loops, tables, pages), alone=True)
+    _FINALIZE((*numbers, *strides), (seats, position, loops, tables, pages))
 
 
 def commit_token(

@@ -238,14 +238,14 @@ def sample(
     temperature: torch.Tensor,
     top_p: torch.Tensor,
     top_k: torch.Tensor,
-    uniforms: torch.Tensor | None,
+    uniforms: torch.Tensor,
     weight_bits: int,
 ) -> torch.Tensor:
     """See worker.sampling.sampler.sample. The largest weight is 2^weight_bits."""
     logits = logits.contiguous()
     tokens, largest, broken = greedy(logits)
     rows, vocabulary = logits.shape
-    if uniforms is None or not rows:
+    if not rows:
         return tokens
     weights = torch.empty(rows, vocabulary, dtype=torch.int64, device=logits.device)
     weights_kernel[(rows, triton.cdiv(vocabulary, 2048))](

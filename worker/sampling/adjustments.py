@@ -67,6 +67,11 @@ class AdjustmentNeeds:
             banned=any(row.min_tokens for row in rows),
         )
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to adjust."""
+        return self.biased or self.penalized or self.banned
+
 
 class LogitAdjuster:
     """Owner: SlotTable. Mutated only by: it when it places a request, and count on the device.
@@ -117,7 +122,7 @@ class LogitAdjuster:
         `early` bool [N] says where tokens are banned. What a row did not ask for is neutral for it:
         a bias of 0, a repetition of 1, penalties of 0.
         """
-        if logits.is_cuda and (needs.biased or needs.penalized or needs.banned):
+        if logits.is_cuda and needs.any:
             # Imported late: Triton is there only where CUDA is.
             from worker.kernels.logits import adjust
 

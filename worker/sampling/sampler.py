@@ -18,21 +18,33 @@ _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _KEY_BITS = 32
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """The largest of float32 logits [N, V], the lowest id among equals: int64 [N].
+
+    What `sample` takes at temperature 0, for batches of nothing else.
+    """
+    if logits.is_cuda:
+        # Imported late: Triton is there only where CUDA is.
+        from worker.kernels.sampler import greedy as greedy_on_cuda
+
+        return greedy_on_cuda(logits.contiguous())[0]
+    return logits.argmax(-1)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
-    uniforms: Tensor | None,
+    uniforms: Tensor,
     *,
-    any_random: bool = True,
     any_top_k: bool = True,
     any_top_p: bool = True,
 ) -> Tensor:
     """One token id a row, int64 [N].
 
     logits float32 [N, V]; temperature, top_p float32 [N]; top_k int64 [N], -1 keeps all; uniforms
-    float64 [N] in [0, 1), or None where nobody draws. In this order:
+    float64 [N] in [0, 1). In this order:
 
     1. temperature 0: the largest logit, the lowest id among equals; nothing below applies;
     2. weights exp((logit - largest) / temperature);
@@ -43,8 +55,8 @@ def sample(
     A row that has no distribution (NaN, infinity, or nothing but -inf) is taken as greedy, so what
     comes back is always an id.
 
-    The three flags, when False, say that no row of the batch needs that work. They change the
-    cost, not a token: what does not apply to a row keeps all its logits.
+    The two flags, when False, say that no row of the batch needs that work. They change the cost,
+    not a token: what does not apply to a row keeps all its logits.
 
     Example: weights (2, 1, 1), top_p 0.5, u 0.9 -> id 0, since the others have a share of 0.5
     above them.
@@ -53,12 +65,8 @@ def sample(
         # Imported late: Triton is there only where CUDA is.
         from worker.kernels.sampler import sample as sample_on_cuda
 
-        draws = uniforms if any_random else None
         bits = weight_bits(logits.shape[1])
-        return sample_on_cuda(logits, temperature, top_p, top_k, draws, bits)
-    greedy = logits.argmax(-1)
-    if not any_random or uniforms is None:
-        return greedy
+        return sample_on_cuda(logits, temperature, top_p, top_k, uniforms, bits)
     keys = ordered_keys(logits)
     weights = _weights(logits, temperature)
     if any_top_k:
@@ -70,7 +78,7 @@ def sample(
     # u is at least 2^-53 below 1, so even a rounded product stays below the total.
     target = (uniforms * total).to(torch.int64)
     drawn = (running <= target[:, None]).sum(-1)
-    return torch.where((temperature > 0) & (total > 0), drawn, greedy)
+    return torch.where((temperature > 0) & (total > 0), drawn, greedy(logits))
 
 
 def ordered_keys(logits: Tensor) -> Tensor:
