@@ -19,7 +19,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.report import Figure, progress, table
 from cluster.batch_input import scan
 from cluster.batch_lines import call_of, parse_line, split_lines
@@ -105,7 +105,7 @@ def run_engine(session: EngineSession, source: Path, limit: int, concurrency: in
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
     parser = command_line("batch", __doc__, device=True, quick=True)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind (default 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="runs of each kind (default 5)")
     arguments = parser.parse_args(argv)
     # Cached prompts would make whichever runs second the faster.
     settings = parse_configuration(

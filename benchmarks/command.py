@@ -34,6 +34,14 @@ def command_line(
     return parser
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, as the type of an option."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return number
+
+
 def finish(
     name: str,
     figures: Sequence[Figure],

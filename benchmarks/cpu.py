@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.device_times import milliseconds
 from benchmarks.loop_batch import LoopBatch, Products, random_weights
 from benchmarks.report import Figure, grid, progress
@@ -83,7 +83,7 @@ def measure(rows: Sequence[int], turns: int) -> list[Figure]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what is asked for."""
     parser = command_line("cpu", __doc__, quick=True)
-    parser.add_argument("--threads", type=int, help="that compute (default: torch's choice)")
+    parser.add_argument("--threads", type=positive, help="that compute (default: torch's choice)")
     arguments = parser.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.plot import Panel
 from benchmarks.report import Figure, grid, progress
 from benchmarks.teacher_forcing import score
@@ -86,7 +86,9 @@ def panels(figures: Sequence[Figure]) -> list[Panel]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what is asked for."""
     parser = command_line("quality", __doc__, device=True, quick=True)
-    parser.add_argument("--tokens", type=int, default=MOST, help=f"a source (default {MOST}, all)")
+    parser.add_argument(
+        "--tokens", type=positive, default=MOST, help=f"a source (default {MOST}, all)"
+    )
     arguments = parser.parse_args(argv)
     model = load_settings(WorkerSettings(model=ModelSettings()), resolve_device(arguments.device))
     window, most = WINDOW, arguments.tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.host_cost import host_costs, tick_costs
 from benchmarks.placement import LONG_CONTEXT_LOADS, compare_placements
 from benchmarks.report import table
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
     parser = command_line("scheduler", __doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="plans of each size (default 200)")
-    parser.add_argument("--requests", type=int, default=10_000, help="simulated (default 10000)")
-    parser.add_argument("--workers", type=int, default=100, help="simulated (default 100)")
+    parser.add_argument(
+        "--rounds", type=positive, default=200, help="plans of each size (default 200)"
+    )
+    parser.add_argument(
+        "--requests", type=positive, default=10_000, help="simulated (default 10000)"
+    )
+    parser.add_argument("--workers", type=positive, default=100, help="simulated (default 100)")
     arguments = parser.parse_args(argv)
     figures = host_costs(arguments.rounds) + tick_costs(arguments.rounds)
     requests, workers, cores = arguments.requests, arguments.workers, os.cpu_count() or 1

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.apart import Apart
 from benchmarks.checkpoint import model_for
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.comparison import Comparison, Variant
 from benchmarks.decode import FULL, MIXED, floor_tick_ms
 from benchmarks.hugging_face import MISSING, LlamaBatches, is_available
@@ -205,11 +205,14 @@ def panels(figures: Sequence[Figure]) -> list[Panel]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what is asked for."""
     parser = command_line("throughput", __doc__, device=True, quick=True)
-    parser.add_argument("--rounds", type=int, default=3, help="of everything (default 3)")
+    parser.add_argument("--rounds", type=positive, default=3, help="of everything (default 3)")
     parser.add_argument(
-        "--at-once", type=int, nargs="+", help="requests, in place of the usual numbers of them"
+        "--at-once",
+        type=positive,
+        nargs="+",
+        help="requests, in place of the usual numbers of them",
     )
-    parser.add_argument("--threads", type=int, help="of a CPU, for each of those compared")
+    parser.add_argument("--threads", type=positive, help="of a CPU, for each of those compared")
     arguments = parser.parse_args(argv)
     device, quick = resolve_device(arguments.device), arguments.quick
     rounds = 1 if quick else arguments.rounds

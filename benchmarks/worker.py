@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.command import command_line, finish
+from benchmarks.command import command_line, finish, positive
 from benchmarks.device_times import captured, milliseconds, product_rate, read_bandwidth
 from benchmarks.loop_batch import OURO_1_4B, LoopBatch, Products, random_model
 from benchmarks.report import Figure, progress, table
@@ -191,7 +191,9 @@ def measure(device: torch.device, block_size: int, parts: Sequence[str]) -> list
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write it as JSON if asked to."""
     parser = command_line("worker", __doc__, device=True)
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a block (default 16)")
+    parser.add_argument(
+        "--block-size", type=positive, default=16, help="tokens a block (default 16)"
+    )
     parser.add_argument(
         "--part",
         action="append",

@@ -173,3 +173,11 @@ def test_the_steady_rate_is_that_of_the_closed_loop_alone() -> None:
     assert outcome.steady > 0.0
     assert rate_between((1.0, 10), (3.0, 50)) == 20.0
     assert rate_between((0.0, 0), (0.0, 0)) == 0.0
+
+
+@pytest.mark.parametrize("wrong", ["0", "-3", "many"])
+def test_a_number_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--at-once", wrong])
+    assert caught.value.code == 2
+    assert f"'{wrong}' is no whole number of at least 1" in capsys.readouterr().err
